@@ -1,0 +1,1 @@
+"""FlashAttention-3 for Hopper in CuTe DSL."""

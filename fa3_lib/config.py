@@ -1,0 +1,167 @@
+"""Tile configurations of the forward kernel: the one source of tiles, stages, bytes, barrier counts and tile ranges.
+
+The CuTe DSL kernel, the host code and the simulator's kernels all read the same frozen object, so that a wrong count
+fails in the simulator before anyone needs a GPU. Nothing here imports the DSL or torch.
+"""
+
+from dataclasses import dataclass
+
+SMEM_LIMIT = 232_448  # bytes of dynamic shared memory that one CTA may use on sm_90 (227 KB)
+REGISTER_FILE = 65_536  # 32-bit registers of one SM
+WARPGROUP = 128  # threads of a warpgroup
+WGMMA_M = 64  # rows of one warpgroup's WGMMA tile
+SWIZZLE_ELEMENTS = 64  # 16-bit elements in one 128-byte swizzled row
+HEAD_DIMS = (64, 128, 192, 256)  # compiled head dims; the columns between are zero-filled by TMA
+
+# setmaxnreg (producer, consumer) by number of consumer warpgroups: the sums stay within the register file
+REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
+
+def ceil_div(a, b):
+    """ceil(a / b) for a >= 0, b > 0. Works on Python ints and on the DSL's dynamic integers alike."""
+    return (a + b - 1) // b
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One compiled shape of the forward kernel.
+
+    Args:
+        head_dim: columns of the Q and K tiles (a multiple of 64; narrower tensors are zero-filled by TMA).
+        head_dim_v: columns of the V and O tiles.
+        tile_m: query rows of a CTA, 64 per consumer warpgroup (the paper's B_r).
+        tile_n: keys of one step of the main loop (the paper's B_c).
+        stages: slots of the K ring and of the V ring.
+        causal: whether the kernel is compiled with the bottom-right aligned causal mask.
+        element_bytes: bytes of one element of Q, K and V (2 for fp16 and bf16).
+    """
+
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    stages: int = 2
+    causal: bool = False
+    element_bytes: int = 2
+
+    # --- roles ---------------------------------------------------------------------------------------------------
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        return self.tile_m // WGMMA_M
+
+    @property
+    def threads(self) -> int:
+        """One producer warpgroup (of which one warp works) and the consumers."""
+        return WARPGROUP * (1 + self.consumer_warpgroups)
+
+    @property
+    def producer_registers(self) -> int:
+        return REGISTER_SPLIT[self.consumer_warpgroups][0]
+
+    @property
+    def consumer_registers(self) -> int:
+        return REGISTER_SPLIT[self.consumer_warpgroups][1]
+
+    @property
+    def accumulator_registers(self) -> int:
+        """32-bit registers per consumer thread for S (fp32), P (16 bit) and O (fp32)."""
+        return self.tile_n // 2 + self.tile_n * self.element_bytes // 8 + self.head_dim_v // 2
+
+    # --- barriers ------------------------------------------------------------------------------------------------
+
+    @property
+    def full_arrivals(self) -> int:
+        """Arrivals that fill a stage: the elected producer thread; the rest of the phase is transaction bytes."""
+        return 1
+
+    @property
+    def empty_arrivals(self) -> int:
+        """Arrivals that free a stage: one per consumer warp."""
+        return 4 * self.consumer_warpgroups
+
+    # --- bytes: what one barrier phase must see --------------------------------------------------------------------
+
+    @property
+    def q_bytes(self) -> int:
+        return self.tile_m * self.head_dim * self.element_bytes
+
+    @property
+    def k_bytes(self) -> int:
+        return self.tile_n * self.head_dim * self.element_bytes
+
+    @property
+    def v_bytes(self) -> int:
+        return self.tile_n * self.head_dim_v * self.element_bytes
+
+    @property
+    def o_bytes(self) -> int:
+        """Staged output; lies in Q's memory, which each warpgroup alone has read."""
+        return self.tile_m * self.head_dim_v * self.element_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        """Q (and O in its place), the K and V rings, and 1 KB for barriers and alignment."""
+        return max(self.q_bytes, self.o_bytes) + self.stages * (self.k_bytes + self.v_bytes) + 1024
+
+    # --- tile ranges: producer, consumers and simulator call the same function --------------------------------------
+
+    def key_blocks(self, m_block, seqlen_q, seqlen_k):
+        """Key blocks that query tile `m_block` reads: 0 <= n < the returned number (0 when every row is masked).
+
+        Blocks are visited from the highest n down. Causal rows see keys `col <= row + seqlen_k - seqlen_q`.
+        Plain arithmetic without branches on dynamic values: the DSL traces it, the simulator calls it.
+        """
+        blocks = ceil_div(seqlen_k, self.tile_n)
+        if self.causal:
+            visible = (m_block + 1) * self.tile_m + seqlen_k - seqlen_q
+            blocks = min(blocks, max(ceil_div(visible, self.tile_n), 0))
+        return blocks
+
+    def unmasked_key_blocks(self, m_block, seqlen_q, seqlen_k):
+        """Of those, how many (the lowest n) need no mask at all: every key exists and every row of the tile sees it."""
+        blocks = seqlen_k // self.tile_n
+        if self.causal:
+            visible = m_block * self.tile_m + 1 + seqlen_k - seqlen_q
+            blocks = min(blocks, max(visible // self.tile_n, 0))
+        return blocks
+
+    # --- budget ----------------------------------------------------------------------------------------------------
+
+    def budget(self) -> str:
+        """The register and shared-memory sums in words."""
+        regs = WARPGROUP * (self.producer_registers + self.consumer_warpgroups * self.consumer_registers)
+        return (
+            f"shared memory: Q/O {max(self.q_bytes, self.o_bytes)} + {self.stages} stages x (K {self.k_bytes} + V {self.v_bytes})"
+            f" + 1024 = {self.smem_bytes} of {SMEM_LIMIT} bytes; "
+            f"registers: 128 x ({self.producer_registers} + {self.consumer_warpgroups} x {self.consumer_registers}) = {regs} of {REGISTER_FILE}; "
+            f"S + P + O = {self.accumulator_registers} of {self.consumer_registers} per consumer thread"
+        )
+
+    def validate(self) -> "ForwardConfig":
+        """Returns self, or raises ValueError with the broken rule and the budget."""
+        checks = (
+            (self.head_dim % SWIZZLE_ELEMENTS == 0 and self.head_dim_v % SWIZZLE_ELEMENTS == 0, "head dims must be multiples of 64"),
+            (self.tile_m % WGMMA_M == 0 and self.consumer_warpgroups in REGISTER_SPLIT, "tile_m must be 64, 128 or 192"),
+            (self.tile_n % 16 == 0 and 16 <= self.tile_n <= 256, "tile_n must be a multiple of 16 in 16..256"),
+            (self.stages >= 1, "at least one stage"),
+            (self.smem_bytes <= SMEM_LIMIT, "shared memory exceeded"),
+            (self.accumulator_registers + 24 <= self.consumer_registers, "accumulators leave fewer than 24 registers for the rest"),
+        )
+        for ok, rule in checks:
+            if not ok:
+                raise ValueError(f"{self}: {rule}. {self.budget()}")
+        return self
+
+
+# Tiles by compiled head dim. 128 query rows for two consumer warpgroups; key tiles as wide as shared memory and the
+# register budget allow (d256: 80 keys, since two stages of 96 need more than 227 KB).
+TILES = {64: (128, 128), 128: (128, 128), 192: (128, 96), 256: (128, 80)}
+
+
+def forward_config(head_dim: int, head_dim_v: int, causal: bool) -> ForwardConfig:
+    """The configuration that serves tensors of these head dims (multiples of 8, at most 256)."""
+    widest = max(head_dim, head_dim_v)
+    tile_d = next(d for d in HEAD_DIMS if d >= widest)
+    tile_m, tile_n = TILES[tile_d]
+    return ForwardConfig(tile_d, tile_d, tile_m, tile_n, causal=causal).validate()

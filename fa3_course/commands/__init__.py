@@ -1,0 +1,1 @@
+"""The commands of `fa3`, one module each; `fa3_course.cli` imports them only when they are called."""

@@ -1,0 +1,201 @@
+"""The ladder's registry: every rung that the course has, in order. A later chapter adds a rung by adding a line to RUNGS.
+
+A rung is one file with `attention(q, k, v, softmax_scale=None, causal=False) -> (out, lse)` (see CONTRIBUTING.md). NumPy
+rungs take and return NumPy arrays, the others torch tensors; `Rung.run` hides the difference.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fa3_course import paths
+
+Needs = Literal["numpy", "triton", "hopper", "torch"]
+
+
+class RungUnavailable(RuntimeError):
+    """The rung cannot run on this machine; the message says why and what would change it."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder.
+
+    Args:
+        number: "0", "1", ..., "7b"; "lib" is the finished library.
+        name: short name, one word or two.
+        chapter: the chapter that teaches it; 0 for the library.
+        idea: what it adds to the rung before, in one line.
+        file: its source, relative to the repository's root.
+        needs: "numpy" and "torch" run anywhere (torch: on CPU tensors, and on a Hopper); "triton" runs on a GPU, or in
+            Triton's interpreter on Linux without one; "hopper" needs an sm_90 GPU.
+    """
+
+    number: str
+    name: str
+    chapter: int
+    idea: str
+    file: str
+    needs: Needs
+
+    def load(self) -> Callable:
+        """The rung's own `attention` callable, imported from its file once.
+
+        Raises:
+            CheckoutMissing: without the repository.
+            ImportError: when a package that it needs is missing (Triton on macOS, say).
+        """
+        return _library if self.number == "lib" else _module(self.file).attention
+
+    def module(self):
+        """The rung's file as a module (not for the library)."""
+        return _module(self.file)
+
+    def sources(self) -> list[str]:
+        """The files that make this kernel, relative to the root, sorted."""
+        if self.number != "lib":
+            return [self.file]
+        root = paths.checkout()
+        return sorted(p.relative_to(root).as_posix() for p in (root / "fa3_lib").rglob("*.py"))
+
+    def source_hash(self) -> str:
+        """sha256 over `sources()`, names and contents: what a stored row is compared with."""
+        digest = hashlib.sha256()
+        for name in self.sources():
+            digest.update(name.encode() + b"\0" + (paths.checkout() / name).read_bytes())
+        return digest.hexdigest()
+
+    def device(self) -> torch.device:
+        """The device whose tensors this rung takes here.
+
+        Raises:
+            RungUnavailable: when this machine cannot run it.
+        """
+        if self.needs in ("numpy", "torch"):
+            return torch.device("cuda" if self.needs == "torch" and has_hopper() else "cpu")
+        if self.needs == "triton":
+            if importlib.util.find_spec("triton") is None:
+                raise RungUnavailable("needs Triton, which has wheels for Linux only")
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not has_hopper():
+            raise RungUnavailable(
+                "needs a Hopper GPU (H100, H200): `fa3 sim` runs its protocol on this machine instead"
+            )
+        return torch.device("cuda")
+
+    def where(self) -> str:
+        """In words, what runs this rung here: "CPU, NumPy", "CPU, Triton's interpreter", "NVIDIA H200", ..."""
+        if self.device().type == "cuda":
+            return torch.cuda.get_device_name()
+        return {"numpy": "CPU, NumPy", "torch": "CPU, PyTorch", "triton": "CPU, Triton's interpreter"}[self.needs]
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the rung where this machine can, whatever device the tensors are on.
+
+        Args:
+            q: `(batch, seqlen_q, heads, head_dim)`; k, v: `(batch, seqlen_k, kv_heads, head_dim)`; fp16, bf16 or fp32.
+            softmax_scale: factor on the scores; `head_dim ** -0.5` when None.
+            causal: bottom-right aligned causal mask.
+
+        Returns:
+            out like q and lse `(batch, heads, seqlen_q)` fp32, both on q's device.
+
+        Raises:
+            RungUnavailable: when this machine cannot run it.
+        """
+        device = self.device()
+        attention = self.load()
+        if self.needs == "numpy":
+            # NumPy has no bfloat16: widen to fp32 (exact), round the answer back
+            arrays = [(x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy() for x in (q, k, v)]
+            out, lse = (torch.from_numpy(x) for x in attention(*arrays, softmax_scale, causal))
+        else:
+            out, lse = attention(*(x.to(device) for x in (q, k, v)), softmax_scale, causal)
+        return out.to(q.device, q.dtype), lse.to(q.device, torch.float32)
+
+
+def has_hopper() -> bool:
+    """Whether the current GPU is one that the CuTe kernels are compiled for (sm_90)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def _library(q, k, v, softmax_scale=None, causal=False):
+    from fa3_lib import flash_attn_func
+
+    return flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal, return_attn_probs=True)
+
+
+@functools.cache
+def _module(file: str):
+    """A rung's file imported as a module. Its folder is not a package: chapter names start with a digit."""
+    if not torch.cuda.is_available():
+        # Triton reads this once, at its import; without a GPU only the interpreter can run a Triton rung
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    path = paths.checkout() / file
+    name = f"fa3_rungs.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # the DSL and Triton look a function's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+_CHAPTER_1 = "chapters/01_online_softmax/steps"
+
+RUNGS = (
+    Rung(
+        "0",
+        "eager",
+        1,
+        "unfused softmax attention: the whole score matrix in memory",
+        f"{_CHAPTER_1}/rung00_eager.py",
+        "numpy",
+    ),
+    Rung(
+        "1",
+        "online softmax",
+        1,
+        "one pass over key tiles; nothing quadratic is stored",
+        f"{_CHAPTER_1}/rung01_online_softmax.py",
+        "numpy",
+    ),
+    Rung(
+        "2",
+        "Triton FA2",
+        1,
+        "the same loop as a synchronous GPU kernel",
+        f"{_CHAPTER_1}/rung02_triton_fa2.py",
+        "triton",
+    ),
+    Rung("lib", "fa3_lib", 0, "the finished kernel, as a library", "fa3_lib/interface.py", "torch"),
+)
+
+
+def find(number: str) -> Rung:
+    """The rung with this number ("2", "7b", "lib"; "02" works too).
+
+    Raises:
+        KeyError: naming the rungs that exist.
+    """
+    for rung in RUNGS:
+        if number.lstrip("0") == rung.number.lstrip("0"):
+            return rung
+    raise KeyError(f"no rung {number!r}; there are {', '.join(r.number for r in RUNGS)}")

@@ -52,10 +52,13 @@ class Rung:
             CheckoutMissing: without the repository.
             ImportError: when a package that it needs is missing (Triton on macOS, say).
         """
-        return _library if self.number == "lib" else _module(self.file).attention
+        return _library if self.number == "lib" else self.module().attention
 
     def module(self):
         """The rung's file as a module (not for the library)."""
+        if self.needs == "triton" and not torch.cuda.is_available():
+            # Triton reads this once, at its import; without a GPU only the interpreter can run the rung
+            os.environ.setdefault("TRITON_INTERPRET", "1")
         return _module(self.file)
 
     def sources(self) -> list[str]:
@@ -142,9 +145,6 @@ def _library(q, k, v, softmax_scale=None, causal=False):
 @functools.cache
 def _module(file: str):
     """A rung's file imported as a module. Its folder is not a package: chapter names start with a digit."""
-    if not torch.cuda.is_available():
-        # Triton reads this once, at its import; without a GPU only the interpreter can run a Triton rung
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     path = paths.checkout() / file
     name = f"fa3_rungs.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -106,11 +106,12 @@ class ForwardConfig:
 
     # --- tile ranges: producer, consumers and simulator call the same function --------------------------------------
 
-    def key_blocks(self, m_block, seqlen_q, seqlen_k):
+    # (the kernel calls them on dynamic integers, for which Python's min and max cannot decide, and hands over the DSL's)
+
+    def key_blocks(self, m_block, seqlen_q, seqlen_k, min=min, max=max):
         """Key blocks that query tile `m_block` reads: 0 <= n < the returned number (0 when every row is masked).
 
         Blocks are visited from the highest n down. Causal rows see keys `col <= row + seqlen_k - seqlen_q`.
-        Plain arithmetic without branches on dynamic values: the DSL traces it, the simulator calls it.
         """
         blocks = ceil_div(seqlen_k, self.tile_n)
         if self.causal:
@@ -118,7 +119,7 @@ class ForwardConfig:
             blocks = min(blocks, max(ceil_div(visible, self.tile_n), 0))
         return blocks
 
-    def unmasked_key_blocks(self, m_block, seqlen_q, seqlen_k):
+    def unmasked_key_blocks(self, m_block, seqlen_q, seqlen_k, min=min, max=max):
         """Of those, how many (the lowest n) need no mask at all: every key exists and every row of the tile sees it."""
         blocks = seqlen_k // self.tile_n
         if self.causal:

@@ -1,0 +1,120 @@
+"""Compiled kernels, kept in memory and on disk.
+
+A kernel is compiled once per configuration and dtype (1.5 to 4 s), exported as an object file and loaded from there by
+later processes without the compiler. `FA3_LIB_CACHE_DIR` names the folder (default `~/.cache/fa3_lib`); an empty value
+keeps nothing on disk. A file is used only if its name (sources, versions, configuration) and its checksum match; anything
+else is rebuilt. Processes that need the same kernel at once wait for the first one.
+"""
+
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from fa3_lib.config import ForwardConfig
+
+# two threads inside cute.compile crash the process
+COMPILE_LOCK = threading.RLock()
+
+SYMBOL = "fa3_lib_forward"
+DEVICE_SOURCES = ("config.py", "softmax.py", "forward_sm90.py")
+VERSIONED_PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
+
+_kernels: dict = {}
+
+
+def forward_kernel(config: ForwardConfig, dtype: torch.dtype):
+    """The launchable kernel `fn(q, k, v, out, lse, softmax_scale)`, compiled or loaded on first use.
+
+    Raises:
+        RuntimeError: when a CUDA graph is being captured and the kernel is not loaded yet.
+    """
+    key = (config, dtype)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"fa3_lib has not compiled {config} for {dtype} yet and cannot do so while a CUDA graph is captured: "
+                "call flash_attn_func once with these head dims, dtype and mask before the capture"
+            )
+        with COMPILE_LOCK:
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = _load_or_compile(config, dtype)
+    return kernel
+
+
+def cache_dir() -> Path | None:
+    """Folder of the compiled kernels, or None when caching on disk is switched off."""
+    folder = os.environ.get("FA3_LIB_CACHE_DIR", "~/.cache/fa3_lib")
+    return Path(folder).expanduser() if folder else None
+
+
+def cache_key(config: ForwardConfig, dtype: torch.dtype) -> str:
+    """Hash over everything that the machine code depends on."""
+    return hashlib.sha256(f"{_source_and_versions()} {config} {dtype}".encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _source_and_versions() -> str:
+    digest = hashlib.sha256()
+    for name in DEVICE_SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest() + "".join(f" {p}={metadata.version(p)}" for p in VERSIONED_PACKAGES)
+
+
+def _load_or_compile(config: ForwardConfig, dtype: torch.dtype):
+    folder = cache_dir()
+    if folder is None:
+        return _compile(config, dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{cache_key(config, dtype)}.o"
+        with FileLock(path.with_suffix(".lock")):
+            kernel = _load(path)
+            if kernel is None:
+                kernel = _compile(config, dtype)
+                _save(kernel, path)
+            return kernel
+    except OSError:  # a read-only or full disk costs the cache, not the kernel
+        return _compile(config, dtype)
+
+
+def _compile(config: ForwardConfig, dtype: torch.dtype):
+    from fa3_lib.forward_sm90 import compile_forward
+
+    return compile_forward(config, dtype, options="--enable-tvm-ffi")
+
+
+def _load(path: Path):
+    """The kernel in `path`, or None if the file is missing, damaged or refused by the loader."""
+    import cutlass.cute as cute
+
+    try:
+        checksum, content = path.with_suffix(".sha256").read_text(), path.read_bytes()
+    except FileNotFoundError:
+        return None
+    # checked before loading: a truncated object file would crash the process instead of raising
+    if hashlib.sha256(content).hexdigest() != checksum:
+        return None
+    try:
+        return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[SYMBOL]
+    except (RuntimeError, AttributeError, KeyError, ValueError):
+        return None
+
+
+def _save(kernel, path: Path) -> None:
+    """Writes beside the target, then renames: a reader never sees half a file."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        fresh = Path(scratch) / path.name
+        kernel.export_to_c(str(fresh), function_name=SYMBOL)
+        checksum = Path(scratch) / "checksum"
+        checksum.write_text(hashlib.sha256(fresh.read_bytes()).hexdigest())
+        os.replace(fresh, path)
+        os.replace(checksum, path.with_suffix(".sha256"))

@@ -1,0 +1,112 @@
+"""Device code of the online softmax on one warpgroup's accumulator fragment.
+
+A 64 x N fp32 accumulator of WGMMA gives thread t (of 128) the rows `16 * (t // 32) + (t % 32) // 4 + 8 * r`, r = 0, 1, and in
+each of them the columns `8 * j + 2 * (t % 4) + e`, j = 0..N/8-1, e = 0, 1. Four neighbouring threads share a row.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+ROWS_PER_THREAD = 2
+THREADS_PER_ROW = 4
+SUM_CHAINS = 4  # independent partial sums per row: one chain of adds would wait for each add's latency
+
+
+def by_rows(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator fragment seen as (row of this thread, column of this thread)."""
+    columns = cute.size(acc) // ROWS_PER_THREAD
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, columns // 2)), stride=(2, (1, 4))))
+
+
+@cute.jit
+def row_in_tile(thread: Int32, r: cutlass.Constexpr) -> Int32:
+    return 16 * (thread // 32) + (thread % 32) // 4 + 8 * r
+
+
+@cute.jit
+def mask(
+    acc_S: cute.Tensor,
+    thread: Int32,
+    first_row: Int32,
+    first_col: Int32,
+    seqlen_q: Int32,
+    seqlen_k: Int32,
+    causal: cutlass.Constexpr,
+):
+    """Scores of keys that do not exist, or that a causal row (aligned bottom-right) must not see, become -inf."""
+    scores = by_rows(acc_S)
+    thread_col = first_col + 2 * (thread % THREADS_PER_ROW)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        # thread-relative limit: each element compares against its own compile-time column
+        limit = seqlen_k
+        if const_expr(causal):
+            limit = cutlass.min(limit, first_row + row_in_tile(thread, r) + 1 + seqlen_k - seqlen_q)
+        limit = limit - thread_col
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            scores[r, c] = -Float32.inf if limit <= 8 * (c // 2) + c % 2 else scores[r, c]
+
+
+@cute.jit
+def step(
+    acc_S: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    scale_log2: Float32,
+    may_be_empty: cutlass.Constexpr,
+) -> cute.Tensor:
+    """One key block: acc_S becomes P = exp2((S - row_max) * scale_log2); row_max and row_sum advance.
+
+    row_max is the maximum of the raw scores (over all four threads of a row), row_sum this thread's part of the sum.
+    Returns the factor per row by which earlier sums and outputs shrink. `may_be_empty`: a row may have seen no key yet
+    (row_max = -inf), so that 0 is subtracted instead.
+    """
+    scores = by_rows(acc_S)
+    columns = cute.size(scores, mode=[1])
+    scale = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        old_max = row_max[r]
+        new_max = old_max
+        for c in cutlass.range_constexpr(columns):
+            new_max = cute.arch.fmax(new_max, scores[r, c])
+        new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=2))
+        new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=1))
+        row_max[r] = new_max
+        if const_expr(may_be_empty):
+            new_max = Float32(0.0) if new_max == -Float32.inf else new_max
+        max_scaled = new_max * scale_log2
+        scale[r] = cute.math.exp2(old_max * scale_log2 - max_scaled, fastmath=True)
+
+        sums = [row_sum[r] * scale[r]] + [Float32(0.0)] * (SUM_CHAINS - 1)
+        for c in cutlass.range_constexpr(columns):
+            p = cute.math.exp2(scores[r, c] * scale_log2 - max_scaled, fastmath=True)
+            scores[r, c] = p
+            sums[c % SUM_CHAINS] = sums[c % SUM_CHAINS] + p
+        row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+    return scale
+
+
+@cute.jit
+def finalize(row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
+    """(1 / row sum, LSE) per row over all its threads; (0, -inf) for a row that saw no key."""
+    inverse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+    lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        total = row_sum[r]
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+        empty = row_max[r] == -Float32.inf
+        inverse[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
+        log_sum = row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)
+        lse[r] = -Float32.inf if empty else log_sum * math.log(2.0)
+    return inverse, lse
+
+
+@cute.jit
+def scale_rows(acc: cute.Tensor, scale: cute.Tensor):
+    rows = by_rows(acc)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        for c in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, c] = rows[r, c] * scale[r]

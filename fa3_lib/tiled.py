@@ -1,0 +1,57 @@
+"""Attention on CPU tensors by the kernel's own algorithm: tiles, online softmax, delayed normalisation.
+
+A way to learn and to test without a GPU, in the order of the kernel (key blocks from the last one down). Not fast.
+"""
+
+import math
+
+import torch
+
+from fa3_lib.config import ForwardConfig
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, config: ForwardConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and sums in fp32; P is rounded to the input's dtype before P V, as the kernel does.
+
+    Args:
+        q: `(b, sq, h, d)`; k: `(b, sk, hk, d)`; v: `(b, sk, hk, dv)`; 16-bit.
+        softmax_scale: factor on the scores, positive.
+        config: tiles and mask.
+
+    Returns:
+        out `(b, sq, h, dv)` in q's dtype; lse `(b, h, sq)` fp32.
+    """
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k, kv_heads = k.shape[1], k.shape[2]
+    out = q.new_zeros(batch, seqlen_q, heads, v.shape[-1])
+    lse = torch.full((batch, heads, seqlen_q), -math.inf, device=q.device)
+    scale_log2 = softmax_scale * math.log2(math.e)
+    # (b, h, s, d) in fp32; 16-bit products are exact there
+    qf = q.transpose(1, 2).float()
+    kf, vf = (x.transpose(1, 2).float().repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+
+    for m_block in range(-(-seqlen_q // config.tile_m)):
+        rows = slice(m_block * config.tile_m, min((m_block + 1) * config.tile_m, seqlen_q))
+        position = torch.arange(rows.start, rows.stop)[:, None] + seqlen_k - seqlen_q
+        row_max = torch.full((batch, heads, rows.stop - rows.start, 1), -math.inf)
+        row_sum = torch.zeros_like(row_max)
+        acc_O = torch.zeros(*row_max.shape[:-1], v.shape[-1])
+        for n in reversed(range(config.key_blocks(m_block, seqlen_q, seqlen_k))):
+            cols = slice(n * config.tile_n, min((n + 1) * config.tile_n, seqlen_k))
+            scores = qf[:, :, rows] @ kf[:, :, cols].transpose(-1, -2)  # (b, h, rows, cols)
+            if config.causal:
+                scores.masked_fill_(torch.arange(cols.start, cols.stop)[None, :] > position, -math.inf)
+            new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+            subtracted = new_max.masked_fill(new_max == -math.inf, 0.0) * scale_log2
+            shrink = torch.exp2(row_max * scale_log2 - subtracted)
+            p = torch.exp2(scores * scale_log2 - subtracted)
+            row_sum = row_sum * shrink + p.sum(-1, keepdim=True)
+            acc_O = acc_O * shrink + p.to(q.dtype).float() @ vf[:, :, cols]
+            row_max = new_max
+        seen = row_max > -math.inf
+        out[:, rows] = torch.where(seen, acc_O / row_sum, 0.0).transpose(1, 2).to(q.dtype)
+        row_lse = torch.where(seen, (row_max * scale_log2 + torch.log2(row_sum)) * math.log(2.0), -math.inf)
+        lse[:, :, rows] = row_lse.squeeze(-1)
+    return out, lse

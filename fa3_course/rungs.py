@@ -5,7 +5,6 @@ rungs take and return NumPy arrays, the others torch tensors; `Rung.run` hides t
 """
 
 import functools
-import hashlib
 import importlib.util
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from fa3_course import paths
+from fa3_course import paths, results
 
 Needs = Literal["numpy", "triton", "hopper", "torch"]
 
@@ -34,7 +33,7 @@ class Rung:
         chapter: the chapter that teaches it; 0 for the library.
         idea: what it adds to the rung before, in one line.
         file: its source, relative to the repository's root.
-        needs: "numpy" and "torch" run anywhere (torch: on CPU tensors, and on a Hopper); "triton" runs on a GPU, or in
+        needs: "numpy" and "torch" run anywhere (torch: on the GPU where there is one); "triton" runs on a GPU, or in
             Triton's interpreter on Linux without one; "hopper" needs an sm_90 GPU.
     """
 
@@ -69,11 +68,8 @@ class Rung:
         return sorted(p.relative_to(root).as_posix() for p in (root / "fa3_lib").rglob("*.py"))
 
     def source_hash(self) -> str:
-        """sha256 over `sources()`, names and contents: what a stored row is compared with."""
-        digest = hashlib.sha256()
-        for name in self.sources():
-            digest.update(name.encode() + b"\0" + (paths.checkout() / name).read_bytes())
-        return digest.hexdigest()
+        """Hash over `sources()`: what a stored row is compared with."""
+        return results.source_hash(self.sources(), paths.checkout())
 
     def device(self) -> torch.device:
         """The device whose tensors this rung takes here.
@@ -81,8 +77,12 @@ class Rung:
         Raises:
             RungUnavailable: when this machine cannot run it.
         """
-        if self.needs in ("numpy", "torch"):
-            return torch.device("cuda" if self.needs == "torch" and has_hopper() else "cpu")
+        if self.needs == "numpy":
+            return torch.device("cpu")
+        if self.needs == "torch":
+            # the library refuses CUDA tensors on other GPUs than Hopper
+            usable = has_hopper() if self.number == "lib" else torch.cuda.is_available()
+            return torch.device("cuda" if usable else "cpu")
         if self.needs == "triton":
             if importlib.util.find_spec("triton") is None:
                 raise RungUnavailable("needs Triton, which has wheels for Linux only")
@@ -94,10 +94,10 @@ class Rung:
         return torch.device("cuda")
 
     def where(self) -> str:
-        """In words, what runs this rung here: "CPU, NumPy", "CPU, Triton's interpreter", "NVIDIA H200", ..."""
+        """In words, what runs this rung here: "CPU (NumPy)", "CPU (interpreter)", "NVIDIA H200", ..."""
         if self.device().type == "cuda":
             return torch.cuda.get_device_name()
-        return {"numpy": "CPU, NumPy", "torch": "CPU, PyTorch", "triton": "CPU, Triton's interpreter"}[self.needs]
+        return {"numpy": "CPU (NumPy)", "torch": "CPU (PyTorch)", "triton": "CPU (interpreter)"}[self.needs]
 
     def run(
         self,
@@ -165,15 +165,15 @@ RUNGS = (
         "0",
         "eager",
         1,
-        "unfused softmax attention: the whole score matrix in memory",
+        "three calls; all scores in memory",
         f"{_CHAPTER_1}/rung00_eager.py",
-        "numpy",
+        "torch",
     ),
     Rung(
         "1",
         "online softmax",
         1,
-        "one pass over key tiles; nothing quadratic is stored",
+        "one pass over key tiles",
         f"{_CHAPTER_1}/rung01_online_softmax.py",
         "numpy",
     ),
@@ -181,11 +181,11 @@ RUNGS = (
         "2",
         "Triton FA2",
         1,
-        "the same loop as a synchronous GPU kernel",
+        "the loop as one GPU kernel",
         f"{_CHAPTER_1}/rung02_triton_fa2.py",
         "triton",
     ),
-    Rung("lib", "fa3_lib", 0, "the finished kernel, as a library", "fa3_lib/interface.py", "torch"),
+    Rung("lib", "fa3_lib", 0, "the finished kernel", "fa3_lib/interface.py", "torch"),
 )
 
 

@@ -1,0 +1,204 @@
+"""What `fa3 demo` shows: the table, the look inside the compiled kernel, the plot."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from fa3_course import rungs, sass
+
+WORDS_SHOWN = 48  # of the text, in the attention map: what fits at a readable size
+
+# --- terminal --------------------------------------------------------------------------------------------------------
+
+
+def report(
+    console: Console,
+    data,
+    outcomes,
+    yardstick_error: float,
+    kernel: sass.KernelReport | None,
+    no_kernel: str,
+    plot: Path,
+) -> None:
+    """Prints everything that the demo found, and the next thing to do."""
+    layers, tokens, heads, head_dim = data.q.shape
+    speed = any(o.tflops for o in outcomes)
+    table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
+    table.title = "Attention on a real text"
+    for name, justify in (
+        ("rung", "left"),
+        ("what it adds", "left"),
+        ("error", "right"),
+        ("of PyTorch", "right"),
+        ("time", "right"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=name != "what it adds")
+    if speed:
+        table.add_column("TFLOP/s", justify="right")
+    table.add_column("where it ran", overflow="fold")
+    for o in outcomes:
+        name = f"{o.number}  {o.name}" if o.number != o.name else o.name
+        if o.error is None:
+            cells = ["", "", "[dim]not here[/]"]
+        else:
+            colour = "green" if o.allowed else "red"
+            cells = [f"[{colour}]{o.error:.1e}[/]", f"{o.error / yardstick_error:.0%}", _time(o.ms)]
+        if speed:
+            cells.append(f"{o.tflops:.0f}" if o.tflops else "")
+        table.add_row(name, o.idea, *cells, escape(o.where))
+    console.print(table)
+    console.print(
+        f"[dim]Input: {data.source}; {layers} layers x {heads} heads x {tokens} tokens of {head_dim}, fp16. Error: relative, "
+        f"against fp64; PyTorch step by step in fp16: {yardstick_error:.1e}.[/]"
+    )
+    if speed:
+        from fa3_course.commands.demo import GPU_SHAPE
+
+        console.print(
+            f"[dim]TFLOP/s: fp16, (batch, seqlen, heads, head_dim) = {GPU_SHAPE}, no mask; `fa3 bench` measures with care.[/]"
+        )
+    wrong = [o for o in outcomes if o.allowed is False]
+    for o in wrong:
+        console.print(f"[red]rung {o.number} is wrong: its largest error is more than twice PyTorch's[/]")
+    console.print()
+    if kernel is None:
+        console.print(f"[yellow]The CuTe kernel was not compiled: {escape(no_kernel)}[/]")
+    else:
+        console.print("[bold]fa3_lib's kernel, compiled here for Hopper (sm_90a)[/]: head_dim 128, fp16, no mask")
+        console.print(Padding(kernel_table(kernel), (0, 0, 0, 2)))
+    console.print(f"\nPlot: {_short(plot)}", soft_wrap=True)
+    console.print("\n[bold]Next[/]")
+    for command, what in next_steps():
+        console.print(f"  [cyan]{command}[/]\n    {what}")
+
+
+def kernel_table(kernel: sass.KernelReport) -> Group | Table:
+    """Registers, spills, shared memory and the landmarks that occur, one line each."""
+    rows = Table(box=None, pad_edge=False, show_header=False)
+    rows.add_column(justify="right", style="bold")
+    rows.add_column()
+    rows.add_row(
+        str(kernel.registers),
+        "registers per thread at launch" + (", then moved between warpgroups" if kernel.count("USETMAXREG") else ""),
+    )
+    if kernel.spill_store is not None:
+        rows.add_row(str(kernel.spill_store + kernel.spill_load), "bytes spilled to local memory")
+    if kernel.smem is not None:
+        rows.add_row(f"{kernel.smem:,}", "bytes of shared memory, of 232,448")
+    for name, meaning in sass.LANDMARKS.items():
+        if n := kernel.count(name):
+            rows.add_row(str(n), f"{name:<10} {meaning}")
+    rows.add_row(f"{kernel.instructions:,}", "instructions in all (a loop body counts once)")
+    problems = kernel.problems()
+    if not problems:
+        return rows
+    return Group(rows, *(f"[red]{escape(p)}[/]" for p in problems))
+
+
+def next_steps() -> list[tuple[str, str]]:
+    """(command, what it does), the first thing first."""
+    jupyter = Path(sys.executable).with_name("jupyter")
+    jupyter = _short(jupyter) if jupyter.exists() else "jupyter"
+    fa3 = _short(Path(sys.executable)) + " -m fa3_course"
+    steps = [
+        (f"{jupyter} lab chapters/01_online_softmax/lesson.ipynb", "read chapter 1"),
+        (f"{fa3} check 01.1", "check your first exercise"),
+    ]
+    if rungs.has_hopper():
+        steps.append((f"{fa3} bench --quick", "measure the ladder on this card"))
+    else:
+        steps.append((f"{fa3} sim 5", "run a warp-specialised kernel on the simulated Hopper"))
+    return steps
+
+
+def _short(path: Path) -> str:
+    """The path as one would type it here."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _time(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms" if ms >= 1 else f"{ms * 1e3:.0f} us"
+
+
+# --- plot ------------------------------------------------------------------------------------------------------------
+
+
+def draw(data, lse: torch.Tensor, outcomes, yardstick_error: float, path: Path) -> None:
+    """One PNG: what a head of the real model looks at, each rung's error, and on a GPU each rung's speed."""
+    from matplotlib.figure import Figure
+
+    speed = [o for o in outcomes if o.tflops]
+    figure = Figure(figsize=(13, 7.4), layout="constrained", dpi=110)
+    left, right = figure.subfigures(1, 2, width_ratios=(1.5, 1))
+    _draw_map(left.subplots(), data, lse)
+    axes = right.subplots(2 if speed else 1, 1, squeeze=False)[:, 0]
+    _draw_errors(axes[0], [o for o in outcomes if o.error is not None], yardstick_error)
+    if speed:
+        bars = axes[1].barh([o.name for o in speed], [o.tflops for o in speed], color="#0072B2", height=0.55)
+        axes[1].bar_label(bars, fmt="%.0f", padding=4)
+        _bare(axes[1], f"Speed on {torch.cuda.get_device_name()}, TFLOP/s")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def strongest_echo(data) -> tuple[int, int]:
+    """(layer, head) that attends most to other occurrences of the same word piece."""
+    words = [t if t.removeprefix("##").isalnum() else None for t in data.tokens]
+    same = torch.tensor([[a is not None and a == b for b in words] for a in words]).fill_diagonal_(False)
+    echo = (_weights(data) * same).sum((-1, -2))  # (layers, heads)
+    best = int(echo.argmax())
+    return best // echo.shape[1], best % echo.shape[1]
+
+
+def _weights(data) -> torch.Tensor:
+    q, k = (x.float().transpose(1, 2) for x in (data.q, data.k))  # (layers, heads, tokens, head_dim)
+    return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1)
+
+
+def _draw_map(ax, data, lse: torch.Tensor) -> None:
+    layer, head = strongest_echo(data)
+    shown = slice(1, 1 + WORDS_SHOWN)  # without [CLS]
+    q, k = data.q[layer, shown, head].double(), data.k[layer, shown, head].double()
+    # any block of the weights comes from its own scores and the rows' LSE, as in the backward pass
+    weights = torch.exp(q @ k.T * q.shape[-1] ** -0.5 - lse[layer, head, shown, None])
+    words = [t.removeprefix("##") for t in data.tokens[shown]]
+    image = ax.imshow(weights, cmap="Blues", vmin=0, vmax=float(weights.quantile(0.995)), aspect="equal")
+    ax.set_xticks(range(len(words)), words, rotation=90, fontsize=7)
+    ax.set_yticks(range(len(words)), words, fontsize=7)
+    ax.tick_params(length=0)
+    ax.set_title("What one head of a real transformer looks at: the same words again", fontsize=11, loc="left")
+    ax.set_xlabel("key")
+    ax.set_ylabel("query")
+    for side in ax.spines.values():
+        side.set_visible(False)
+    ax.figure.colorbar(image, ax=ax, shrink=0.5, aspect=25, pad=0.01, extend="max", label="attention weight")
+
+
+def _draw_errors(ax, outcomes, yardstick_error: float) -> None:
+    names = [o.name if o.number == "lib" else f"{o.number}  {o.name}" for o in outcomes]
+    bars = ax.barh(
+        names, [o.error for o in outcomes], color=["#009E73" if o.allowed else "#D55E00" for o in outcomes], height=0.55
+    )
+    ax.bar_label(bars, [f"{o.error:.1e}" for o in outcomes], padding=4)
+    ax.axvline(yardstick_error, color="#555555", linewidth=1.5)
+    ax.annotate(
+        "PyTorch, step by step in fp16", (yardstick_error, 1.0), xycoords=("data", "axes fraction"), xytext=(-4, 4),
+        textcoords="offset points", ha="right", fontsize=9, color="#555555",
+    )  # fmt: skip
+    ax.set_xlim(0, 1.2 * max([yardstick_error, *(o.error for o in outcomes)]))
+    _bare(ax, "Relative error against fp64, on that text\n")
+
+
+def _bare(ax, title: str) -> None:
+    ax.invert_yaxis()
+    ax.set_title(title, fontsize=11, loc="left")
+    ax.tick_params(axis="y", length=0)
+    ax.set_xticks([])  # every bar carries its number
+    for side in ("top", "right", "bottom", "left"):
+        ax.spines[side].set_visible(False)

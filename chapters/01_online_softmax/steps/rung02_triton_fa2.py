@@ -27,7 +27,8 @@ from triton.runtime.interpreter import InterpretedFunction
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED and not isinstance(tl.max, InterpretedFunction):
     raise ImportError("Triton was imported as a compiler before rung 2: set TRITON_INTERPRET=1 before Python starts")
-if INTERPRETED and triton.__version__ < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+major_minor = [tuple(map(int, x.__version__.split(".")[:2])) for x in (triton, numpy)]
+if INTERPRETED and major_minor[0] < (3, 7) and major_minor[1] >= (2, 4):
     raise ImportError(
         f"the interpreter of Triton {triton.__version__} breaks with numpy {numpy.__version__}: pip install 'numpy<2.4'"
     )
@@ -35,11 +36,11 @@ if INTERPRETED and triton.__version__ < "3.7" and numpy.lib.NumpyVersion(numpy._
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
 
-# (tile_m, tile_n, warps, stages) by the padded head dim, for 16-bit and for 32-bit elements: as large as registers
-# (S, P and O of a thread) and 227 KB of shared memory (Q and `stages` tiles of K and V) allow without spills
+# (tile_m, tile_n, warps, stages) by bytes per element and padded head dim: as large as the registers (S, P and O of a
+# thread) and 227 KB of shared memory (Q and `stages` tiles of K and V) allow without spills. Only fp32 at 256 spills.
 TILES = {
-    2: {16: (128, 128, 4, 3), 32: (128, 128, 4, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
-    4: {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (64, 16, 8, 2)},
+    2: {16: (128, 128, 8, 3), 32: (128, 128, 8, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+    4: {16: (64, 32, 4, 2), 32: (64, 32, 4, 2), 64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (32, 16, 8, 2)},
 }
 
 
@@ -49,10 +50,10 @@ def attend(
     row_max,  # (tile_m,) fp32, raw scores
     row_sum,  # (tile_m,) fp32
     q,  # (tile_m, padded_d)
-    K,  # pointers of the first key tile, (tile_n, padded_d)
-    V,  # (tile_n, padded_v)
-    step_k,  # elements from one key tile to the next
-    step_v,
+    K,  # pointer to key `first` * TILE_N of this head
+    V,
+    k_row,
+    v_row,
     first,  # key tiles first <= n < last
     last,
     visible,  # (tile_m,) row r sees the keys below visible[r]
@@ -61,6 +62,8 @@ def attend(
     mask_d,  # (1, padded_d) which columns exist
     mask_v,
     TILE_N: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PADDED_V: tl.constexpr,
     EVEN_D: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASKED: tl.constexpr,
@@ -68,16 +71,20 @@ def attend(
     PRECISION: tl.constexpr,
 ):
     """Adds the key tiles first .. last - 1 to (row_max, row_sum, acc_O). Masks are compiled in only where needed."""
+    c = tl.arange(0, TILE_N)
+    # one moving pointer per tensor and fixed offsets: a moving tensor of pointers would cost 2 registers per element
+    offset_k = c[:, None] * k_row + tl.arange(0, PADDED_D)[None, :]
+    offset_v = c[:, None] * v_row + tl.arange(0, PADDED_V)[None, :]
     for n in range(first, last):
-        keys = n * TILE_N + tl.arange(0, TILE_N)
+        keys = n * TILE_N + c
         # loads past the end must give 0: a garbage NaN in V times a weight of 0 would still be NaN
         if MASKED:
             exists = (keys < seqlen_k)[:, None]
-            k = tl.load(K, mask=exists & mask_d, other=0.0)
-            v = tl.load(V, mask=exists & mask_v, other=0.0)
+            k = tl.load(K + offset_k, mask=exists & mask_d, other=0.0)
+            v = tl.load(V + offset_v, mask=exists & mask_v, other=0.0)
         else:
-            k = tl.load(K) if EVEN_D else tl.load(K, mask=mask_d, other=0.0)
-            v = tl.load(V) if EVEN_V else tl.load(V, mask=mask_v, other=0.0)
+            k = tl.load(K + offset_k) if EVEN_D else tl.load(K + offset_k, mask=mask_d, other=0.0)
+            v = tl.load(V + offset_v) if EVEN_V else tl.load(V + offset_v, mask=mask_v, other=0.0)
         if WIDEN:
             k, v = k.to(tl.float32), v.to(tl.float32)
 
@@ -94,9 +101,9 @@ def attend(
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc_O = tl.dot(p.to(v.dtype), v, acc_O * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
-        K += step_k
-        V += step_v
-    return acc_O, row_max, row_sum, K, V
+        K += TILE_N * k_row
+        V += TILE_N * v_row
+    return acc_O, row_max, row_sum
 
 
 @triton.jit
@@ -145,7 +152,6 @@ def forward_kernel(
     first_row = m.to(tl.int64) * TILE_M  # 64-bit: row * stride may pass 2^31
 
     r = tl.arange(0, TILE_M)
-    c = tl.arange(0, TILE_N)
     d = tl.arange(0, PADDED_D)
     e = tl.arange(0, PADDED_V)
     rows = m * TILE_M + r
@@ -156,8 +162,8 @@ def forward_kernel(
     q = tl.load(Q + r[:, None] * q_row + d[None, :], mask=(rows < seqlen_q)[:, None] & mask_d, other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
-    K_tile = K + batch * k_batch + (head // group) * k_head + c[:, None] * k_row + d[None, :]
-    V_tile = V + batch * v_batch + (head // group) * v_head + c[:, None] * v_row + e[None, :]
+    K += batch * k_batch + (head // group) * k_head
+    V += batch * v_batch + (head // group) * v_head
 
     blocks = tl.cdiv(seqlen_k, TILE_N)
     unmasked = seqlen_k // TILE_N  # the lowest key tiles, in which every row sees every key
@@ -173,13 +179,15 @@ def forward_kernel(
     acc_O = tl.zeros([TILE_M, PADDED_V], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
-    acc_O, row_max, row_sum, K_tile, V_tile = attend(
-        acc_O, row_max, row_sum, q, K_tile, V_tile, TILE_N * k_row, TILE_N * v_row, 0, unmasked, visible, seqlen_k,
-        scale_log2, mask_d, mask_v, TILE_N, EVEN_D, EVEN_V, False, WIDEN, PRECISION,
+    acc_O, row_max, row_sum = attend(
+        acc_O, row_max, row_sum, q, K, V, k_row, v_row, 0, unmasked, visible, seqlen_k, scale_log2,
+        mask_d, mask_v, TILE_N, PADDED_D, PADDED_V, EVEN_D, EVEN_V, False, WIDEN, PRECISION,
     )  # fmt: skip
-    acc_O, row_max, row_sum, K_tile, V_tile = attend(
-        acc_O, row_max, row_sum, q, K_tile, V_tile, TILE_N * k_row, TILE_N * v_row, unmasked, blocks, visible, seqlen_k,
-        scale_log2, mask_d, mask_v, TILE_N, EVEN_D, EVEN_V, True, WIDEN, PRECISION,
+    K += unmasked.to(tl.int64) * TILE_N * k_row
+    V += unmasked.to(tl.int64) * TILE_N * v_row
+    acc_O, row_max, row_sum = attend(
+        acc_O, row_max, row_sum, q, K, V, k_row, v_row, unmasked, blocks, visible, seqlen_k, scale_log2,
+        mask_d, mask_v, TILE_N, PADDED_D, PADDED_V, EVEN_D, EVEN_V, True, WIDEN, PRECISION,
     )  # fmt: skip
 
     empty = row_max == float("-inf")
@@ -187,7 +195,7 @@ def forward_kernel(
     lse = tl.where(empty, float("-inf"), row_max * (scale_log2 * LN_2) + tl.log(divisor))
     tl.store(LSE + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
     O += batch * o_batch + head * o_head + first_row * o_row
-    out = (acc_O / divisor[:, None]).to(O.dtype.element_ty)
+    out = (acc_O * (1.0 / divisor)[:, None]).to(O.dtype.element_ty)
     tl.store(O + r[:, None] * o_row + e[None, :], out, mask=(rows < seqlen_q)[:, None] & mask_v)
 
 

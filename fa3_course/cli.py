@@ -25,7 +25,7 @@ COMMANDS = {
     ),
     "reset": ("fa3_course.commands.check", "reset", "Put an exercise's untouched stub back."),
     "sim": ("fa3_course.commands.sim", "sim", "Run a rung on the simulated Hopper SM."),
-    "sass": ("fa3_course.commands.sass", "sass", "Compile a rung for Hopper and show what is in its machine code."),
+    "sass": ("fa3_course.commands.sass", "sass_command", "Compile a rung for Hopper and show what is in its machine code."),
     "ladder": ("fa3_course.commands.ladder", "ladder", "The measured ladder, from the stored rows."),
     "bench": ("fa3_course.commands.bench", "bench", "Measure the rungs and their peers on this machine's Hopper."),
     "bundle": ("fa3_course.commands.bundle", "bundle", "Pack wheels for a machine without a network."),

@@ -25,11 +25,18 @@ COMMANDS = {
     ),
     "reset": ("fa3_course.commands.check", "reset", "Put an exercise's untouched stub back."),
     "sim": ("fa3_course.commands.sim", "sim", "Run a rung on the simulated Hopper SM."),
-    "sass": ("fa3_course.commands.sass", "sass_command", "Compile a rung for Hopper and show what is in its machine code."),
+    "sass": (
+        "fa3_course.commands.sass",
+        "sass_command",
+        "Compile a rung for Hopper and show what is in its machine code.",
+    ),
     "ladder": ("fa3_course.commands.ladder", "ladder", "The measured ladder, from the stored rows."),
     "bench": ("fa3_course.commands.bench", "bench", "Measure the rungs and their peers on this machine's Hopper."),
     "bundle": ("fa3_course.commands.bundle", "bundle", "Pack wheels for a machine without a network."),
 }
+
+# these take their arguments as they are and return an exit status
+PASSED_THROUGH = {"bench"}
 
 app = typer.Typer(
     name="fa3",
@@ -53,6 +60,8 @@ def _add(name: str, module: str, function: str, help_line: str) -> None:
     """Registers `name` so that its arguments are read by the module's own typer function."""
 
     def forward(context: typer.Context) -> None:
+        if name in PASSED_THROUGH:
+            raise SystemExit(_load(module, function)(context.args))
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         command.command()(_load(module, function))
         command(args=context.args, prog_name=f"fa3 {name}")

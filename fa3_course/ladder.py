@@ -1,0 +1,306 @@
+"""The measured ladder: one table and one plot from the stored rows of one run, for the terminal and for the README."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fa3_course import paths, results
+from fa3_course.results import Row, Run
+from fa3_course.rungs import RUNGS
+
+# Peers come after the course's own kernels; names as in the rows, then as people know them.
+PEERS = {
+    "fa2": "FA2 (PyTorch)",
+    "cudnn": "cuDNN",
+    "fa3": "FA3 (C++)",
+    "fa4": "FA4 (CuTe DSL)",
+}
+YARDSTICK = "cublas"
+OURS, OTHERS, LIBRARY = "#0072B2", "#999999", "#D55E00"
+README_BLOCK = re.compile(r"<!-- ladder:begin[^>]*-->\n.*?<!-- ladder:end -->", re.DOTALL)
+PLOT = "bench/ladder.png"  # relative to the root, shown in the README
+
+
+@dataclass(frozen=True)
+class Column:
+    """One shape of the table: head dim and mask at the table's sequence length."""
+
+    head_dim: int
+    causal: bool
+
+    def __str__(self) -> str:
+        return f"d{self.head_dim} {'causal' if self.causal else 'full'}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kernel in one dtype.
+
+    Args:
+        label: as people read it. kernel, dtype: as in the rows. ours: a rung or the library.
+        cells: the row of each column that was measured.
+        rows: every measured row of this kernel and dtype, whatever the shape.
+    """
+
+    label: str
+    kernel: str
+    dtype: str
+    ours: bool
+    cells: dict[Column, Row]
+    rows: tuple[Row, ...]
+
+    @property
+    def host_us(self) -> float | None:
+        """Host time of an eager call in microseconds: the least over the shapes."""
+        return min((r.host_us for r in self.rows if r.host_us is not None), default=None)
+
+    @property
+    def error(self) -> float | None:
+        """The largest relative error that was seen before timing."""
+        return max((r.error for r in self.rows if r.error is not None), default=None)
+
+    @property
+    def stale(self) -> bool:
+        """True if the kernel's source is no longer the one that was measured."""
+        return any(r.is_stale(paths.checkout()) for r in self.rows)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The table of one run: lines in the course's order, columns by head dim and mask, at one sequence length."""
+
+    run: Run
+    seqlen: int
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def cublas(self) -> dict[str, float]:
+        """TFLOP/s of the same run's cuBLAS by dtype: what "percent" refers to."""
+        return {r.dtype: r.tflops for r in self.run.select(kernel=YARDSTICK)}
+
+    def share(self, row: Row) -> float | None:
+        """Speed as a fraction of the same run's cuBLAS in the same precision, None without such a row."""
+        top = self.cublas.get(row.dtype)
+        return row.tflops / top if top else None
+
+    @property
+    def stale(self) -> list[Line]:
+        return [line for line in self.lines if line.stale]
+
+
+def chosen_run(name: str | None = None) -> Run | None:
+    """The stored run with this file name (with or without .json), or the newest one on a GPU; None when there is none.
+
+    Raises:
+        FileNotFoundError: when `name` is given and is not stored.
+    """
+    if name is None:
+        return results.latest(results.load(paths.results()))
+    path = paths.results() / f"{name.removesuffix('.json')}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in paths.results().glob("*.json"))) or "none"
+        raise FileNotFoundError(f"no stored run {name!r}; there are: {known}")
+    return results.read(path)
+
+
+def ladder(run: Run, seqlen: int | None = None) -> Ladder:
+    """The ladder of a run.
+
+    Args:
+        run: a stored run.
+        seqlen: sequence length of the table; by default 16k, or the longest that was measured.
+
+    Raises:
+        ValueError: when nothing was measured at `seqlen`.
+    """
+    forward = run.select(direction="fwd")
+    lengths = sorted({r.seqlen for r in forward})
+    if seqlen is None:
+        seqlen = 16_384 if 16_384 in lengths else max(lengths, default=0)
+    shown = [r for r in forward if r.seqlen == seqlen]
+    if not shown:
+        raise ValueError(f"no rows at seqlen {seqlen}; there are: {', '.join(map(str, lengths)) or 'none'}")
+    columns = tuple(sorted({Column(r.head_dim, r.causal) for r in shown}, key=lambda c: (c.head_dim, c.causal)))
+    lines = []
+    for kernel, dtype in dict.fromkeys((r.kernel, r.dtype) for r in forward):
+        rows = tuple(r for r in forward if (r.kernel, r.dtype) == (kernel, dtype))
+        cells = {Column(r.head_dim, r.causal): r for r in rows if r.seqlen == seqlen}
+        lines.append(Line(_label(rows[0]), kernel, dtype, kernel not in PEERS, cells, rows))
+    return Ladder(run, seqlen, columns, tuple(sorted(lines, key=_order)))
+
+
+def _label(row: Row) -> str:
+    if row.rung is not None:
+        known = {r.number: r.name for r in RUNGS}
+        return f"rung {row.rung}: {known.get(row.rung, row.kernel)}"
+    label = PEERS.get(row.kernel, row.kernel)
+    return f"{label}, fp8" if row.dtype == "fp8" else label
+
+
+def _order(line: Line) -> tuple:
+    """Rungs by number, the library, peers; fp8 after 16 bit."""
+    fp8 = line.dtype == "fp8"
+    if line.kernel in PEERS:
+        return (2, fp8, list(PEERS).index(line.kernel))
+    rung = line.rows[0].rung
+    if rung is None:
+        return (1, fp8, 0)
+    digits = re.match(r"\d+", rung)
+    return (0, fp8, int(digits[0]) if digits else 0, rung)
+
+
+# --- README ----------------------------------------------------------------------------------------------------------
+
+
+def markdown(table: Ladder) -> str:
+    """The table in Markdown: TFLOP/s and, in brackets, the share of the same run's cuBLAS."""
+    run = table.run
+    head = ["", *map(str, table.columns), "host per call", "error"]
+    lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    for line in table.lines:
+        cells = [_cell(table, line.cells.get(column)) for column in table.columns]
+        host = f"{line.host_us:.0f} us" if line.host_us is not None else ""
+        error = f"{line.error:.0e}" if line.error is not None else ""
+        name = f"**{line.label}**" if line.kernel == "fa3_lib" else line.label
+        lines.append(f"| {' | '.join([name, *cells, host, error])} |")
+    yardstick = ", ".join(f"{dtype} {tflops:.0f}" for dtype, tflops in sorted(table.cublas.items()))
+    dirty = ", with changes" if run.dirty else ""
+    commit = f", commit {run.commit[:10]}{dirty}" if run.commit else ""
+    lines.append("")
+    lines.append(
+        f"TFLOP/s (share of the same run's cuBLAS: {yardstick or 'not measured'}) at sequence length {table.seqlen}; forward, "
+        f"kernel time. {run.gpu}, driver {run.driver}, CUDA {run.cuda}, PyTorch {run.torch}, {run.date[:10]}{commit}. "
+        "Error: relative, against fp64. Host: one eager call on a tiny shape."
+    )
+    return "\n".join(lines)
+
+
+def _cell(table: Ladder, row: Row | None) -> str:
+    if row is None:
+        return "-"
+    share = table.share(row)
+    return f"{row.tflops:.0f}" + (f" ({share:.0%})" if share is not None else "")
+
+
+def readme_block(run: Run | None) -> str:
+    """What stands between the README's ladder marks, marks included."""
+    if run is None:
+        body = "No run is stored yet: `fa3 bench` on a Hopper writes one, then `fa3 ladder --readme` fills this place."
+    else:
+        body = f"![The measured ladder]({PLOT})\n\n{markdown(ladder(run))}"
+    return f"<!-- ladder:begin, written by `fa3 ladder --readme` -->\n{body}\n<!-- ladder:end -->"
+
+
+def update_readme(run: Run | None) -> bool:
+    """Rewrites the README's block and the plot that it shows; True when the text changed."""
+    readme = paths.checkout() / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    if len(README_BLOCK.findall(old)) != 1:
+        raise ValueError("README.md must hold one block between <!-- ladder:begin ... --> and <!-- ladder:end -->")
+    new = README_BLOCK.sub(lambda _: readme_block(run), old)
+    readme.write_text(new, encoding="utf-8")
+    if run is not None:
+        draw(ladder(run), paths.checkout() / PLOT)
+    return new != old
+
+
+# --- plot ------------------------------------------------------------------------------------------------------------
+
+
+def draw(table: Ladder, path: Path) -> None:
+    """Bars of the ladder at head dim 128 (or the first), and speed against sequence length where there are lengths."""
+    from matplotlib.figure import Figure
+
+    run = table.run
+    main = next((c for c in table.columns if c.head_dim == 128 and not c.causal), table.columns[0])
+    bars = [line for line in table.lines if main in line.cells]
+    curves = [line for line in table.lines if len(_by_length(line, main)) > 2 and line.dtype != "fp8"]
+    figure = Figure(figsize=(13, 1.6 + 0.42 * max(len(bars), 6)), layout="constrained", dpi=110)
+    axes = figure.subplots(1, 2 if curves else 1, squeeze=False)[0]
+    _draw_bars(axes[0], table, bars, main)
+    if curves:
+        _draw_curves(axes[1], curves, main)
+    figure.suptitle(f"{run.gpu}, one run, {run.date[:10]}", x=0.01, ha="left", fontsize=10, color="#555555")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # which run it shows, for the test that compares README and rows
+    figure.savefig(path, metadata={"Source": run.path.name if run.path else "", "Software": None})
+
+
+def _colour(line: Line) -> str:
+    return LIBRARY if line.kernel == "fa3_lib" else OURS if line.ours else OTHERS
+
+
+def _draw_bars(ax, table: Ladder, lines: list[Line], column: Column) -> None:
+    rows = [line.cells[column] for line in lines]
+    flops = [r.tflops * r.ms for r in rows]  # 1e9 operations: time's quartiles become speed's
+    low = [r.tflops - f / (r.ms_p75 or r.ms) for r, f in zip(rows, flops, strict=True)]
+    high = [f / (r.ms_p25 or r.ms) - r.tflops for r, f in zip(rows, flops, strict=True)]
+    drawn = ax.barh(
+        range(len(lines)),
+        [r.tflops for r in rows],
+        xerr=[[max(x, 0) for x in low], [max(x, 0) for x in high]],
+        color=[_colour(line) for line in lines],
+        height=0.62,
+        error_kw={"elinewidth": 1, "ecolor": "#333333"},
+    )
+    ax.bar_label(
+        drawn,
+        [f"{r.tflops:.0f}" for r in rows],
+        padding=5,
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+    )
+    ax.set_yticks(range(len(lines)), [line.label for line in lines])
+    ax.invert_yaxis()
+    for dtype, tflops in table.cublas.items():
+        if any(line.dtype == dtype and line.ours for line in lines):
+            ax.axvline(tflops, color="#333333", linestyle="--", linewidth=1)
+            ax.annotate(
+                f"cuBLAS {dtype}",
+                (tflops, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
+    ax.set_xlim(
+        0, 1.14 * max([*(r.tflops for r in rows), *(table.cublas.get(line.dtype, 0) for line in lines if line.ours)])
+    )
+    ax.set_xlabel(f"TFLOP/s, forward, {column}, sequence length {table.seqlen} (median and quartiles)")
+    ax.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+
+
+def _by_length(line: Line, column: Column) -> list[Row]:
+    rows = [r for r in line.rows if (r.head_dim, r.causal) == (column.head_dim, column.causal)]
+    return sorted(rows, key=lambda r: r.seqlen)
+
+
+def _draw_curves(ax, lines: list[Line], column: Column) -> None:
+    lines = sorted(lines, key=lambda line: -_by_length(line, column)[-1].tflops)  # the legend reads as the curves end
+    for i, line in enumerate(lines):
+        rows = _by_length(line, column)
+        ax.plot(
+            [r.seqlen for r in rows],
+            [r.tflops for r in rows],
+            color=_colour(line),
+            linestyle="-" if line.ours else ("--", ":", "-.", (0, (5, 1)))[i % 4],
+            marker="osD^vP*X"[i % 8],
+            markersize=4,
+            linewidth=2.2 if line.kernel == "fa3_lib" else 1.2,
+            label=line.label,
+        )
+    ax.set_xscale("log", base=2)
+    lengths = sorted({r.seqlen for line in lines for r in _by_length(line, column)})
+    ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    ax.set_ylim(0)
+    ax.set_xlabel(f"sequence length ({column}, 16k tokens in all; 32k alone)")
+    ax.set_ylabel("TFLOP/s")
+    ax.grid(axis="y", color="#dddddd", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)

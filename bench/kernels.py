@@ -1,0 +1,235 @@
+"""Who is measured: peers, the course's rungs and the library, behind one call convention, and the check before the clock.
+
+A loaded attention kernel is `call(q, k, v, causal) -> out` on `(batch, seqlen, heads, head_dim)` tensors; a loaded GEMM is
+`call(a, b) -> a @ b.T`.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from bench.card import version
+from bench.cases import Attention, Case, Gemm
+from fa3_lib.reference import attention as truth
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "fp32": torch.float32}
+
+# Largest relative error |out - truth| / |truth| that is still a right answer in this precision. An unfused 16-bit
+# computation rounds scores and weights too; FP8 attention rounds the weights to 3 bits.
+ERROR_LIMITS = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 2e-2, "fp8": 1e-1}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A candidate.
+
+    Args:
+        name, dtype, rung, direction: as in `fa3_course.results.Row`.
+        device: "cuda" or "cpu".
+        load: imports the kernel and returns its call; raises where this machine cannot run it.
+        timer: the timer to start with (see `bench.timing`).
+        source: repository files that make it; empty for peers.
+        bytes_per_score: extra memory per element of the score matrix, 0 for fused kernels.
+    """
+
+    name: str
+    dtype: str
+    load: Callable[[], Callable]
+    direction: str = "fwd"
+    device: str = "cuda"
+    timer: str = "graph"
+    rung: str | None = None
+    source: tuple[str, ...] = ()
+    bytes_per_score: int = 0
+    as_numpy: bool = field(default=False, kw_only=True)
+
+    @property
+    def label(self) -> str:
+        """Name and dtype: what tells two candidates apart."""
+        return f"{self.name}/{self.dtype}"
+
+    def bind(self, case: Case) -> Callable:
+        """The call for one case: takes one input set, returns the output."""
+        call = _loaded(self)
+        if isinstance(case, Gemm):
+            return call
+        return functools.partial(call, causal=case.causal)
+
+    def refuses(self, case: Case, free_bytes: int | None = None) -> str | None:
+        """Why this case cannot be measured with this kernel, None if it can."""
+        if isinstance(case, Attention) and self.bytes_per_score and free_bytes is not None:
+            need = self.bytes_per_score * case.batch * case.heads * case.seqlen**2
+            if need > 0.8 * free_bytes:
+                return f"its score matrices need {need / 2**30:.0f} GiB, the card has {free_bytes / 2**30:.0f} GiB free"
+        return None
+
+
+@functools.cache
+def _loaded(kernel: Kernel) -> Callable:
+    return kernel.load()
+
+
+def inputs(case: Case, dtype: str, device: str, seed: int, as_numpy: bool = False) -> tuple:
+    """One input set from N(0, 1), drawn anew for each seed: `(q, k, v)` or `(a, b)`. Never constant data, which would let
+    the card run cooler and faster."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = (
+        [(case.n, case.n)] * 2 if isinstance(case, Gemm) else [(case.batch, case.seqlen, case.heads, case.head_dim)] * 3
+    )
+    # drawn in 16 bits on a card: fp32 samples of the largest shapes would double the peak memory
+    drawn = torch.float32 if device == "cpu" else torch.float16
+    tensors = tuple(torch.randn(s, generator=generator, device=device, dtype=drawn).to(DTYPES[dtype]) for s in shapes)
+    return tuple(t.numpy() for t in tensors) if as_numpy else tensors
+
+
+def check(kernel: Kernel, case: Case, seed: int) -> float:
+    """Runs the kernel on a small case and returns its relative error against fp64; ValueError if the answer is wrong.
+
+    Memory that the output is likely to get is filled with NaN first, so that a row never written shows.
+    """
+    case = case.small()
+    given = inputs(case, kernel.dtype, kernel.device, seed, kernel.as_numpy)
+    call = kernel.bind(case)
+    call(*given)  # compiles; the call that counts then finds the poisoned memory
+    tensors = [torch.from_numpy(x) if kernel.as_numpy else x.float() for x in given]
+    if isinstance(case, Gemm):
+        right = tensors[0].double() @ tensors[1].double().T
+    else:
+        right, _ = truth(*tensors, causal=case.causal)
+    poison = [
+        torch.full(right.shape, torch.nan, dtype=dt, device=kernel.device) for dt in (torch.bfloat16, torch.float32)
+    ]
+    del poison
+    out = call(*given)
+    out = torch.from_numpy(out) if kernel.as_numpy else out
+    if out.shape != right.shape:
+        raise ValueError(f"wrong: output of shape {tuple(out.shape)}, should be {tuple(right.shape)}")
+    error = float((out.double() - right).norm() / right.norm())
+    if not error <= ERROR_LIMITS[kernel.dtype]:  # NaN is wrong too
+        raise ValueError(
+            f"wrong: relative error {error:.2e} against fp64 on {case}, limit {ERROR_LIMITS[kernel.dtype]:.0e}"
+        )
+    return error
+
+
+def first(result: object) -> object:
+    """The output of a call that may return the log-sum-exp beside it."""
+    return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def _cublas() -> Callable:
+    return lambda a, b: torch.matmul(a, b.T)
+
+
+def _cublas_fp8() -> Callable:
+    one = torch.ones((), device="cuda")
+    return lambda a, b: torch._scaled_mm(
+        a, b.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _sdpa(backend: str) -> Callable:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen = SDPBackend[backend]
+
+    def call(q, k, v, causal):
+        with sdpa_kernel(chosen):  # raises if torch would have to take another backend
+            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _fa3() -> Callable:
+    func = importlib.import_module("flash_attn_interface").flash_attn_func
+    return lambda q, k, v, causal: first(func(q, k, v, causal=causal))
+
+
+def _fa4() -> Callable:
+    func = importlib.import_module("flash_attn.cute").flash_attn_func
+    return lambda q, k, v, causal: first(func(q, k, v, causal=causal))
+
+
+def peer_versions() -> dict[str, str]:
+    """Versions of the peers' packages that are installed, by kernel name; cuDNN's and FA2's are torch's own."""
+    packages = {"fa3": ("tokenspeed-fa3", "flash-attn-3"), "fa4": ("flash-attn-4",)}
+    found = {name: version(*names) for name, names in packages.items()}
+    return {name: text for name, text in found.items() if text}
+
+
+def _peers(dtype: str) -> list[Kernel]:
+    return [
+        Kernel("cublas", dtype, _cublas, direction="gemm"),
+        Kernel("cublas", "fp8", _cublas_fp8, direction="gemm"),
+        Kernel("cudnn", dtype, functools.partial(_sdpa, "CUDNN_ATTENTION")),
+        Kernel("fa2", dtype, functools.partial(_sdpa, "FLASH_ATTENTION")),
+        Kernel("fa3", dtype, _fa3),
+        Kernel("fa3", "fp8", _fa3),
+        Kernel("fa4", dtype, _fa4),
+    ]
+
+
+def _from_rung(rung, dtype: str) -> Kernel:
+    """A rung of the registry as a candidate; the library is its last entry."""
+
+    def load() -> Callable:
+        rung.device()  # raises RungUnavailable with the reason
+        func = rung.load()
+        return lambda q, k, v, causal: first(func(q, k, v, causal=causal))
+
+    def load_library() -> Callable:
+        from fa3_lib import flash_attn_func
+
+        return lambda q, k, v, causal: first(flash_attn_func(q, k, v, causal=causal))
+
+    library = rung.number == "lib"
+    try:
+        device = rung.device().type
+    except RuntimeError:
+        device = "cuda"  # load() will say why not
+    numpy_rung = rung.needs == "numpy"
+    eager = rung.needs == "torch" and not library
+    return Kernel(
+        name="fa3_lib" if library else rung.file.rpartition("/")[2].removesuffix(".py"),
+        dtype="fp32" if numpy_rung else dtype,
+        load=load_library if library else load,
+        device=device,
+        timer="cpu" if device == "cpu" else "events" if eager else "graph",
+        rung=None if library else rung.number,
+        source=tuple(rung.sources()),
+        bytes_per_score=16 if eager else 0,  # scores and weights, some of them in fp32
+        as_numpy=numpy_rung,
+    )
+
+
+def candidates(dtype: str = "bf16") -> list[Kernel]:
+    """Every kernel that a run knows: cuBLAS, the peers, the rungs in order, the library."""
+    from fa3_course.rungs import RUNGS
+
+    return [*_peers(dtype), *(_from_rung(rung, dtype) for rung in RUNGS)]
+
+
+def chosen(kernels: Iterable[Kernel], names: str | None) -> list[Kernel]:
+    """The kernels named in a comma-separated list (names, rung numbers, or `rungs`); all of them for None.
+
+    Raises:
+        ValueError: naming what is known, if a name is not.
+    """
+    kernels = list(kernels)
+    if names is None:
+        return kernels
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = {key for k in kernels for key in _keys(k)}
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(f"unknown kernel {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return [k for k in kernels if any(name in _keys(k) for name in wanted)]
+
+
+def _keys(kernel: Kernel) -> set[str]:
+    keys = {kernel.name, kernel.label}
+    return keys | {kernel.rung, "rungs"} if kernel.rung is not None else keys

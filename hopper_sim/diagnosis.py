@@ -1,0 +1,211 @@
+"""From a state that is wrong to a verdict in words: conflicts, deadlocks, and what is left at the end."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hopper_sim.barriers import Mbarrier, NamedBarrier
+from hopper_sim.faults import Fault, Kind
+from hopper_sim.memory import Access
+
+if TYPE_CHECKING:
+    from hopper_sim.role import Role
+    from hopper_sim.sm import SM
+
+
+def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | None]:
+    """A function that looks at the barriers behind two unordered accesses and may give them a better name."""
+
+    def fill_barrier(access: Access) -> str | None:
+        """The mbarrier of the last TMA load into these bytes."""
+        loads = [a for a in sm.memory.accesses if a.by == "TMA load" and a.overlaps(access)]
+        return loads[-1].lane[1] if loads else None
+
+    def explain(earlier: Access, now: Access) -> tuple[Kind, str] | None:
+        if earlier.poison and now.by == "TMA load":
+            name = now.lane[1]
+            wait = earlier.role.last_wait.get(name)
+            if wait is None:
+                return Kind.READ_BEFORE_FULL, f": {earlier.role.name} has never waited for {name}"
+            return (
+                Kind.WRONG_PHASE,
+                f". {earlier.role.name}'s {name}.wait({wait.phase}) passed at once, before any load; it waited at {wait.site}",
+            )
+        if earlier.by == "WGMMA" and earlier.number > earlier.role.mma.committed:
+            return Kind.MISSING_COMMIT, ": that WGMMA was never committed, so no wait_group covers it"
+        if earlier.by == "TMA load" and not now.write:
+            name = earlier.lane[1]
+            wait = now.role.last_wait.get(name)
+            if wait is not None and wait.news != "new":
+                return (
+                    Kind.WRONG_PHASE,
+                    f". {now.role.name}'s {name}.wait({wait.phase}) passed at once, for a phase before the load's; it waited at {wait.site}",
+                )
+            how = "never waited for it" if wait is None else "has waited for earlier phases only"
+            return (
+                Kind.READ_BEFORE_FULL,
+                f": it completes phase {earlier.number - 1} of {name}, and {now.role.name} {how}",
+            )
+        if now.by == "TMA load" and not earlier.write and earlier.role is not now.role:
+            return _explain_overwrite(earlier, now)
+        return None
+
+    def _explain_overwrite(earlier: Access, now: Access) -> tuple[Kind, str] | None:
+        writer, reader = now.role, earlier.role
+        fill = fill_barrier(earlier)
+        stale = reader.last_wait.get(fill)
+        if stale is not None and stale.news != "new":
+            return (
+                Kind.WRONG_PHASE,
+                f". {reader.name}'s {fill}.wait({stale.phase}) passed on a phase that it had already seen, at {stale.site}",
+            )
+        if not writer.last_wait:
+            return Kind.OVERWRITE_BEFORE_FREE, f": {writer.name} has waited for no barrier that says the tile is free"
+        name, wait = max(writer.last_wait.items(), key=lambda item: item[1].op)
+        bar = next(bar for bar in sm.mbarrier_list if bar.name == name)
+        if wait.news == "again":
+            return (
+                Kind.WRONG_PHASE,
+                f". {writer.name}'s {name}.wait({wait.phase}) passed on a phase that it had already seen, at {wait.site}",
+            )
+        if reader.name in bar.arrivers and reader.name not in bar.last_arrived and wait.news == "new":
+            counts = ", ".join(f"{role} {count}" for role, count in bar.last_arrived.items())
+            return (
+                Kind.TOO_MANY_ARRIVALS,
+                f". {name} was completed by {bar.arrivals} arrivals ({counts}) without {reader.name}: someone arrives too often, or the count is too small",
+            )
+        if reader.name in bar.last_arrived:
+            return Kind.OVERWRITE_BEFORE_FREE, f": {reader.name} arrived on {name} before its read was over"
+        return None
+
+    return explain
+
+
+def check_return(role: "Role") -> None:
+    """Raises `Fault` when a role returns with work in flight."""
+    for groups, what, wait in (
+        (role.mma, "WGMMA into", "wait_group(0)"),
+        (role.stores, "TMA store of", "wait_store(0)"),
+    ):
+        left = groups.unwaited()
+        if left is not None:
+            group, name, site = left
+            if groups is role.mma and group > groups.committed:
+                raise Fault(
+                    Kind.MISSING_COMMIT, f"{role.name} returned with a {what} {name} that was never committed", site
+                )
+            why = "commit it and" if group > groups.committed else "add"
+            raise Fault(
+                Kind.RETURNED_EARLY, f"{role.name} returned with a {what} {name} in flight: {why} `await {wait}`", site
+            )
+
+
+def check_end(sm: "SM") -> None:
+    """Called when nothing happens any more: raises `Fault` for a deadlock or for something left over."""
+    if sm.suspended:
+        raise sm.suspended[0]
+    stuck = [role for role in sm.roles if not role.returned]
+    if stuck:
+        raise _deadlock(sm, stuck)
+    for bar, phase, tile, site in sm.loads:
+        if bar.observed <= phase:
+            text = f"the load of {tile} (phase {phase} of {bar.name}) was never waited for: the loading role does one tile more than its readers"
+            raise Fault(Kind.ROLES_DISAGREE, text, site)
+    for bar in sm.mbarrier_list:
+        if bar.arrived:
+            missing = ", ".join(sorted(bar.missing())) or "others"
+            text = f"all roles have returned, and {bar.name} is left in the middle of a phase ({bar.state()}): {missing} did fewer tiles"
+            raise Fault(Kind.ROLES_DISAGREE, text)
+    for barrier in sm.named.values():
+        left = sum(barrier.come.values())
+        if left != barrier.left_over:
+            text = f"all roles have returned, and {left} threads are left in {barrier.name} ({barrier.state()}), not {barrier.left_over}: arrives and syncs do not pair up"
+            raise Fault(Kind.UNBALANCED_BARRIER, text)
+
+
+def _deadlock(sm: "SM", stuck: list["Role"]) -> Fault:
+    """Names a deadlock by its root: budget, bytes, a partner that has returned, a named barrier, or a plain cycle."""
+    lines, edges = [], {}
+    for role in stuck:
+        on = role.blocked.on
+        if isinstance(on, Mbarrier | NamedBarrier):
+            edges[role.name] = (
+                sorted(on.missing() - {role.name}) if isinstance(on, NamedBarrier) else sorted(on.missing())
+            )
+            lines.append(f"  {role.name} waits for {role.blocked.detail}: {on.state()}. At {role.blocked.site}")
+        else:
+            lines.append(f"  {role.name} waits for {role.blocked.detail}. At {role.blocked.site}")
+    returned = [role.name for role in sm.roles if role.returned]
+    if returned:
+        lines.append(f"  returned: {', '.join(returned)}")
+    site = stuck[0].blocked.site
+
+    if sm.register_pool.waiters:
+        role, count, waiting = sm.register_pool.waiters[0]
+        return Fault(
+            Kind.REGISTER_BUDGET,
+            f"{role.name} asks for {count} registers per thread and nobody gives any back: {sm.register_pool.words()}",
+            waiting.site,
+        )
+
+    bars = [role.blocked.on for role in stuck if isinstance(role.blocked.on, Mbarrier)]
+    for bar in bars:
+        if sum(bar.arrived.values()) == bar.arrivals and bar.delivered != bar.expected:
+            text = f"{bar.name} phase {bar.completed} expects {bar.expected} bytes, its loads brought {bar.delivered}, and no copy is in flight"
+            return Fault(Kind.WRONG_BYTES, "\n".join([text, *lines]), site)
+
+    cycle = _cycle(edges)
+    path = " -> ".join(cycle)
+    on_cycle = [role.blocked.on for role in stuck if role.name in cycle]
+    if cycle and all(isinstance(on, NamedBarrier) for on in on_cycle):
+        return Fault(
+            Kind.UNBALANCED_BARRIER,
+            "\n".join(["each side waits for a turn that the other never hands over", *lines, f"  cycle: {path}"]),
+            site,
+        )
+    if not cycle:
+        for role in stuck:
+            gone = [name for name in edges.get(role.name, []) if name in returned]
+            if gone:
+                named = isinstance(role.blocked.on, NamedBarrier)
+                kind = Kind.UNBALANCED_BARRIER if named else Kind.ROLES_DISAGREE
+                text = f"{role.name} waits for {role.blocked.detail}, and {', '.join(gone)}, which should come, has returned"
+                return Fault(kind, "\n".join([text, *lines]), role.blocked.site)
+    text = ["nobody can go on", *lines]
+    if cycle:
+        text.append(f"  cycle: {path}")
+    text += _hints(stuck)
+    return Fault(Kind.DEADLOCK, "\n".join(text), site)
+
+
+def _hints(stuck: list["Role"]) -> list[str]:
+    """What usually lies behind such waits."""
+    bars = list(dict.fromkeys(role.blocked.on for role in stuck if isinstance(role.blocked.on, Mbarrier)))
+    if len(bars) > 1 and all(bar.completed == 0 and not bar.arrived for bar in bars):
+        names = ", ".join(bar.name for bar in bars)
+        return [
+            f"  hint: none of {names} has ever completed a phase. The one that says that a slot is free takes wait(1) first: it passes at once"
+        ]
+    hints = []
+    for bar in bars:
+        if bar.arrived and not bar.arrivers - set(bar.arrived):
+            hints.append(
+                f"  hint: everyone who arrives on {bar.name} has done so; arrivals={bar.arrivals} or the count in arrive() is wrong"
+            )
+        elif bar.arrived:
+            hints.append(f"  hint: {bar.name} lacks the arrivals of {', '.join(sorted(bar.missing()))}")
+    return hints
+
+
+def _cycle(edges: dict[str, list[str]]) -> list[str]:
+    """A cycle of the wait-for graph, first name repeated at the end; empty when there is none."""
+
+    def search(path: list[str]) -> list[str]:
+        for name in edges.get(path[-1], []):
+            if name in path:
+                return [*path[path.index(name) :], name]
+            found = search([*path, name])
+            if found:
+                return found
+        return []
+
+    return next((found for start in edges if (found := search([start]))), [])

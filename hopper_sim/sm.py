@@ -1,0 +1,285 @@
+"""An SM with one CTA on it: declare tiles, barriers and roles, then run."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hopper_sim import diagnosis, formats
+from hopper_sim.barriers import Mbarrier, NamedBarrier
+from hopper_sim.clock import Clock, Unit
+from hopper_sim.faults import Fault, Kind, Suspended, here, misuse
+from hopper_sim.machine import HOPPER, Machine
+from hopper_sim.memory import GlobalTensor, SharedMemory, SharedTile
+from hopper_sim.role import Role, Waiting
+from hopper_sim.timeline import Timeline
+
+WARPGROUP = 128
+UNITS = ("tensor core", "mufu", "fma", "alu", "issue", "shared memory", "TMA")
+
+
+@dataclass
+class Report:
+    """What a clean run tells.
+
+    Attributes:
+        cycles: from the start of the first CTA to the end of the last, launch latency included.
+        busy: cycles served per unit. flops: of all WGMMAs. ctas: how many ran.
+        timeline: events per role and per unit, in cycles.
+    """
+
+    cycles: float = 0.0
+    flops: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=Timeline)
+    ctas: int = 0
+
+    def share(self, unit: str) -> float:
+        """The fraction of the time that a unit was busy."""
+        if unit not in self.busy:
+            raise misuse(f"unknown unit {unit!r}: use one of {', '.join(UNITS)}")
+        return self.busy[unit] / self.cycles if self.cycles else 0.0
+
+    @property
+    def bound(self) -> str:
+        """The busiest unit: with perfect overlap, the time could not be shorter than its work."""
+        return max(self.busy, key=self.busy.__getitem__)
+
+    def append(self, other: "Report") -> None:
+        """`other` ran after this one on the same SM."""
+        self.timeline.lanes += [lane for lane in other.timeline.lanes if lane not in self.timeline.lanes]
+        self.timeline.events += other.timeline.shifted(self.cycles)
+        self.cycles += other.cycles
+        self.flops += other.flops
+        self.ctas += other.ctas
+        for unit, cycles in other.busy.items():
+            self.busy[unit] = self.busy.get(unit, 0.0) + cycles
+
+
+class RegisterPool:
+    """The register file of the CTA: what the warpgroups hold, and who waits for more."""
+
+    def __init__(self, sm: "SM"):
+        self.sm = sm
+        self.waiters: list[tuple[Role, int, Waiting]] = []
+
+    def words(self) -> str:
+        """The sum in words."""
+        terms = [f"{role.name} {_warpgroups(role) * WARPGROUP} x {role.registers_per_thread}" for role in self.sm.roles]
+        return f"{' + '.join(terms)} = {self.used()} of {self.sm.machine.registers}"
+
+    def used(self) -> int:
+        return sum(_warpgroups(role) * WARPGROUP * role.registers_per_thread for role in self.sm.roles)
+
+    def request(self, role: Role, count: int, waiting: Waiting) -> None:
+        """Gives registers back at once, or takes them when they are there."""
+        self.waiters.append((role, count, waiting))
+        self._serve()
+
+    def _serve(self) -> None:
+        served = True
+        while served:
+            served = False
+            for entry in list(self.waiters):
+                role, count, waiting = entry
+                more = _warpgroups(role) * WARPGROUP * (count - role.registers_per_thread)
+                if self.used() + more <= self.sm.machine.registers:
+                    role.registers_per_thread = count
+                    self.waiters.remove(entry)
+                    waiting.finish(self.sm.machine.setmaxnreg_latency)
+                    served = True
+
+
+def _warpgroups(role: Role) -> int:
+    return -(-role.threads // WARPGROUP)
+
+
+class SM:
+    """One CTA on one SM.
+
+    Args:
+        machine: rates, latencies and budgets.
+        seed: draws latencies and breaks ties. A correct kernel gives the same result under every seed.
+        name: of the CTA, for messages.
+    """
+
+    def __init__(self, machine: Machine = HOPPER, seed: int = 0, name: str = "CTA"):
+        self.machine, self.seed, self.name = machine.validate(), seed, name
+        self.clock = Clock(seed, machine.jitter)
+        self.timeline = Timeline()
+        self.memory = SharedMemory(machine.smem_bytes)
+        self.memory.explain = diagnosis.explain_conflict(self)
+        self.units = {unit: Unit(self.clock, unit, machine.quantum, self._record) for unit in UNITS}
+        self.roles: list[Role] = []
+        self.mbarrier_list: list[Mbarrier] = []
+        self.named: dict[int, NamedBarrier] = {}
+        self.register_pool = RegisterPool(self)
+        self.loads: list[tuple] = []  # (mbarrier, phase, tile, site) of every TMA load
+        self.flops = 0.0
+        self.suspended: list[Fault] = []  # roles that read poison, by their verdict if nothing arrives
+        self.current: Role | None = None
+        self._bodies: list[tuple[Role, Callable, tuple]] = []
+
+    # --- declarations --------------------------------------------------------------------------------------------------
+
+    def shared(self, name: str, shape: tuple[int, ...], dtype: str) -> SharedTile:
+        """A poisoned tile in shared memory, aligned to 128 bytes. Raises `Fault` when the CTA's budget is exceeded."""
+        if any(extent < 1 for extent in shape):
+            raise misuse(f"shared {name}: every extent of {tuple(shape)} must be at least 1")
+        size = int(np.prod(shape)) * formats.element_bytes(dtype)
+        return SharedTile(self.memory, name, self.memory.reserve(name, size, 128), tuple(shape), dtype)
+
+    def mbarrier(self, name: str, arrivals: int, by: tuple[str, ...] = ()) -> Mbarrier:
+        """An mbarrier (8 bytes of shared memory). `by` names the roles that may arrive, which makes verdicts clearer."""
+        self.memory.reserve(name, 8, 8)
+        bar = Mbarrier(self, name, arrivals, tuple(by))
+        if any(other.name == name for other in self.mbarrier_list):
+            raise misuse(f"two mbarriers are called {name}")
+        self.mbarrier_list.append(bar)
+        return bar
+
+    def mbarriers(self, name: str, count: int, arrivals: int, by: tuple[str, ...] = ()) -> list[Mbarrier]:
+        """A ring of mbarriers name[0], name[1], ..."""
+        return [self.mbarrier(f"{name}[{i}]", arrivals, by) for i in range(count)]
+
+    def named_barrier(
+        self, number: int, threads: int, name: str = "", by: tuple[str, ...] = (), left_over: int = 0
+    ) -> NamedBarrier:
+        """Named barrier `number` (1..15) for `threads` threads. Raises `Fault` when the id already has a meaning.
+
+        Args:
+            by: the roles that may come. left_over: threads that are in the barrier when all roles have returned.
+        """
+        if number in self.named:
+            other = self.named[number]
+            text = f"named barrier {number} is already {other.name} ({other.threads} threads): two meanings of one id; take a free one"
+            raise Fault(Kind.BARRIER_ID, text, here())
+        self.named[number] = NamedBarrier(self, number, threads, name, tuple(by), left_over)
+        return self.named[number]
+
+    def role(self, name: str, body: Callable, *args: object, threads: int = WARPGROUP) -> Role:
+        """Adds a role: `body(role, *args)` is an `async def`; `threads` is 32 for a warp, 128 for a warpgroup."""
+        if not inspect.iscoroutinefunction(body):
+            raise misuse(f"role {name}: {getattr(body, '__name__', body)} must be an `async def`")
+        if threads % 32 or threads < 32:
+            raise misuse(f"role {name}: {threads} threads; a role is made of whole warps of 32")
+        if any(role.name == name for role in self.roles):
+            raise misuse(f"two roles are called {name}")
+        role = Role(self, name, threads, 0)
+        self.roles.append(role)
+        self._bodies.append((role, body, args))
+        return role
+
+    # --- running -------------------------------------------------------------------------------------------------------
+
+    def run(self, max_cycles: float = 1e9) -> Report:
+        """Runs every role to its end and returns the report, or raises `Fault` with the verdict."""
+        if not self.roles:
+            raise misuse(f"{self.name} has no roles: declare them with sm.role(name, body)")
+        self._allot_registers()
+        names = {role.name for role in self.roles}
+        for bar in (*self.mbarrier_list, *self.named.values()):
+            for name in set(bar.by) - names:
+                raise misuse(f"{bar.name} is made for role {name!r}, and there is no such role")
+        for role, body, args in self._bodies:
+            role.coroutine = body(role, *args)
+            self.clock.after(self.clock.latency(self.machine.launch_latency), lambda role=role: self.step(role))
+        try:
+            self.clock.run(max_cycles)
+            diagnosis.check_end(self)
+        finally:
+            for role in self.roles:
+                role.coroutine.close()
+        self.timeline.lanes = [role.name for role in self.roles] + [*UNITS, "TMA in flight"]
+        return Report(
+            self.clock.now, self.flops, {name: unit.busy for name, unit in self.units.items()}, self.timeline, 1
+        )
+
+    def _allot_registers(self) -> None:
+        """Registers per thread at launch: an equal share of the file, a multiple of 8, at most 256."""
+        threads = sum(_warpgroups(role) for role in self.roles) * WARPGROUP
+        share = min(256, self.machine.registers // threads // 8 * 8)
+        if share < 24:
+            raise Fault(
+                Kind.REGISTER_BUDGET,
+                f"{threads} threads leave {share} registers each of {self.machine.registers}; at least 24",
+            )
+        for role in self.roles:
+            role.registers_per_thread = share
+
+    def step(self, role: Role) -> None:
+        """Runs `role` to its next await."""
+        self.current = role
+        try:
+            waiting = role.coroutine.send(None)
+            if not isinstance(waiting, Waiting) or waiting.role is not role:
+                raise misuse(f"{role.name} awaits something that is not one of its own operations")
+        except StopIteration:
+            waiting = None
+        except Suspended as stop:
+            self.suspended.append(stop.fault)
+            role.unawaited = None
+            return
+        except Fault:
+            raise
+        except Exception as error:
+            error.add_note(f"raised inside role {role.name} of {self.name}")
+            raise
+        finally:
+            self.current = None
+        self._complain(role)
+        if waiting is not None:
+            waiting.begin()
+        else:
+            role.returned = True
+            diagnosis.check_return(role)
+
+    def enter(self, owner: Role | None = None) -> Role:
+        """The role that is running; every instruction passes here. Raises `Fault` outside a role or after a forgotten await."""
+        role = self.current
+        if role is None:
+            raise misuse("barriers and tiles are used inside a role, while sm.run() runs")
+        if owner is not None and owner is not role:
+            raise misuse(
+                f"{role.name} issues an instruction of {owner.name}: a role uses its own first argument, its own registers"
+            )
+        self._complain(role)
+        role.ops += 1
+        return role
+
+    def _complain(self, role: Role) -> None:
+        """Raises what the role's last instruction left open."""
+        if role.deferred is not None:
+            raise role.deferred
+        if role.unawaited is not None:
+            raise Fault(
+                Kind.BAD_USE,
+                f"{role.name} made `{role.unawaited.name}` and did not await it: write `await` before it",
+                role.unawaited.site,
+            )
+
+    def _record(self, unit: str, label: str, start: float, end: float, owner: str) -> None:
+        self.timeline.add(unit, label, start, end, owner)
+
+
+def launch(
+    build: Callable[..., None],
+    grid: list[tuple],
+    outputs: tuple[GlobalTensor, ...] = (),
+    machine: Machine = HOPPER,
+    seed: int = 0,
+) -> Report:
+    """Runs a kernel: `build(sm, *index)` declares one CTA, for each index of the grid, one after the other on one SM.
+
+    Args:
+        grid: the CTA indices. outputs: tensors that the kernel must write completely, each element once.
+    """
+    report = Report(busy=dict.fromkeys(UNITS, 0.0))
+    for number, index in enumerate(grid):
+        sm = SM(machine, seed + 7919 * number, f"CTA {index}")
+        build(sm, *index)
+        report.append(sm.run())
+    for tensor in outputs:
+        tensor.check_complete()
+    return report

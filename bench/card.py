@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -37,12 +38,23 @@ class Nvml:
     """
 
     def __init__(self, device: int = 0):
-        self.lib = ctypes.CDLL("libnvidia-ml.so.1")
+        self.lib = self._library()
         self._check(self.lib.nvmlInit_v2(), "nvmlInit")
         self.handle = ctypes.c_void_p()
         # by UUID: CUDA_VISIBLE_DEVICES renumbers CUDA's devices but not NVML's
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
         self._check(self.lib.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self.handle)), "nvmlDeviceGetHandleByUUID")
+
+    @staticmethod
+    def _library() -> ctypes.CDLL:
+        """The driver's NVML: on the loader's path, or beside the libcuda that this process has loaded."""
+        name = "libnvidia-ml.so.1"
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            loaded = next((line.split()[-1] for line in lines if "/libcuda.so" in line), name)
+            return ctypes.CDLL(str(Path(loaded).with_name(name)))
 
     @staticmethod
     def _check(status: int, name: str) -> None:

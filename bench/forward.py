@@ -27,7 +27,7 @@ from bench.cases import GRIDS
 from bench.kernels import Kernel, candidates, chosen
 from bench.worker import Job, plan, row_of
 from fa3_course import results
-from fa3_course.results import ROOT, Run
+from fa3_course.results import ROOT, Row, Run
 
 GRACE_SECONDS = 30  # after the time limit, for the case in progress
 IMPORT_SECONDS = 180  # for a worker's imports, before its first journal entry
@@ -144,32 +144,38 @@ def finish(job: Job, chosen: list[Kernel], trouble: str | None) -> Run | None:
     return run
 
 
+def short(row: Row) -> str:
+    """A row's kernel as a column's head: `rung 2`, `fa3`, `fa3 fp8`."""
+    name = f"rung {row.rung}" if row.rung is not None else row.kernel
+    return f"{name} {row.dtype}" if row.dtype == "fp8" else name
+
+
 def table(run: Run) -> str:
     """The measured rows as text: a line per shape, a column per kernel, TFLOP/s; then host times, errors, what was skipped."""
     measured = [row for row in run.rows if row.measured]
-    names = list(dict.fromkeys(f"{row.kernel}/{row.dtype}" for row in measured))
+    names = list(dict.fromkeys(short(row) for row in measured))
     shapes = list(dict.fromkeys(row.shape for row in measured))
-    cells = {(row.shape, f"{row.kernel}/{row.dtype}"): row for row in measured}
-    width = max([9, *map(len, names)]) + 1
-    head = max([5, *map(len, shapes)]) + 2
-    lines = [f"{'TFLOP/s':<{head}}" + "".join(f"{name:>{width}}" for name in names) + f"{'SM MHz':>9}"]
+    cells = {(row.shape, short(row)): row for row in measured}
+    width = max([9, *map(len, names)]) + 2
+    head = max([7, *map(len, shapes)]) + 1
+    lines = [f"{'TFLOP/s':<{head}}" + "".join(f"{name:>{width}}" for name in names) + f"{'SM MHz':>12}"]
     for shape in shapes:
-        line = "".join(
-            f"{cells[shape, n].tflops:>{width}.4g}" if (shape, n) in cells else f"{'-':>{width}}" for n in names
-        )
-        clocks = [cells[shape, n].sm_mhz for n in names if (shape, n) in cells and cells[shape, n].sm_mhz]
-        lines.append(f"{shape:<{head}}{line}{f'{min(clocks):.0f}-{max(clocks):.0f}' if clocks else '-':>10}")
+        here = [cells.get((shape, name)) for name in names]
+        line = "".join(f"{row.tflops:>{width}.4g}" if row else f"{'-':>{width}}" for row in here)
+        clocks = [row.sm_mhz for row in here if row and row.sm_mhz]
+        lines.append(f"{shape:<{head}}{line}{f'{min(clocks):.0f}-{max(clocks):.0f}' if clocks else '-':>12}")
     for name in names:
-        rows = [row for row in measured if f"{row.kernel}/{row.dtype}" == name]
+        rows = [row for row in measured if short(row) == name]
         host = [row.host_us for row in rows if row.host_us is not None]
-        worst = max(row.error for row in rows)
-        spread = max((row.ms_p75 - row.ms_p25) / row.ms for row in rows)
-        aim = f" (aim: under {HOST_AIM_US})" if name.startswith("fa3_lib") else ""
+        aim = f" (aim: under {HOST_AIM_US})" if name == "fa3_lib" else ""
         took = f"host {min(host):.1f} to {max(host):.1f} us a call{aim}, " if host else ""
+        spread = max((row.ms_p75 - row.ms_p25) / row.ms for row in rows)
+        worst = max(row.error for row in rows)
+        timers = "/".join(sorted({row.timer for row in rows}))
         lines.append(
-            f"{name}: {took}error at most {worst:.1e}, quartiles within {100 * spread:.1f} % of the median, timer {rows[0].timer}"
+            f"{name}: {took}error at most {worst:.1e}, quartiles at most {100 * spread:.1f} % apart, timer {timers}"
         )
-    lines += [f"skipped: {row.kernel}/{row.dtype} on {row.shape}: {row.skipped}" for row in run.rows if row.skipped]
+    lines += [f"skipped: {short(row)} on {row.shape}: {row.skipped}" for row in run.rows if row.skipped]
     return "\n".join(lines)
 
 

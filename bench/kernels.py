@@ -135,7 +135,7 @@ def _cublas_fp8() -> Callable:
 def _sdpa(backend: str) -> Callable:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    chosen = SDPBackend[backend]
+    chosen = getattr(SDPBackend, backend)
 
     def call(q, k, v, causal):
         with sdpa_kernel(chosen):  # raises if torch would have to take another backend

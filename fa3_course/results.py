@@ -188,16 +188,21 @@ def latest(runs: Sequence[Run] | None = None, kernel: str | None = None) -> Run 
 
 
 def write(path: str | Path, run: Run) -> None:
-    """Stores a run, one row a line, replacing the file in one step so that a reader never sees half of it."""
+    """Stores a run, one row a line, without empty fields, replacing the file in one step so that a reader never sees half of it."""
     path = Path(path)
     head = {k: v for k, v in asdict(run).items() if k not in ("rows", "path")}
-    lines = [json.dumps({_JSON_NAME.get(k, k): v for k, v in asdict(row).items()}, allow_nan=False) for row in run.rows]
+    lines = [json.dumps(_as_json(row), allow_nan=False) for row in run.rows]
     rows = "[\n  " + ",\n  ".join(lines) + "\n]" if lines else "[]"
     text = f'{{\n"run": {json.dumps(head, indent=1, allow_nan=False)},\n"rows": {rows}\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+def _as_json(row: Row) -> dict:
+    """The row's fields that hold something, under their JSON names."""
+    return {_JSON_NAME.get(name, name): value for name, value in asdict(row).items() if value not in (None, ())}
 
 
 def _row(data: dict) -> Row:

@@ -34,6 +34,15 @@ def test_a_right_gemm_passes():
     assert 0 < kernels.check(product, GEMM, random.randrange(10**6)) < 4e-3
 
 
+@pytest.mark.parametrize("case", [FULL, CAUSAL], ids=str)
+def test_torchs_attention_behind_the_call_convention(case):
+    """The peers' adapter, with the one backend that runs on a CPU."""
+    peer = Kernel("math", "bf16", lambda: kernels._sdpa("MATH"), device="cpu", timer="cpu")
+    assert 0 < kernels.check(peer, case, random.randrange(10**6)) < 1e-2
+    for backend in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+        assert callable(kernels._sdpa(backend))
+
+
 def unwritten_tail(q, k, v, causal):
     out = right(q, k, v, causal)
     out[:, 512:] = torch.nan  # what a poisoned buffer shows where a kernel forgot its ragged last tile

@@ -143,7 +143,10 @@ def cubin_report(cubin: bytes) -> list[KernelReport]:
         ValueError: when the bytes are not a cubin.
         ToolMissing: without nvdisasm.
     """
-    resources = _resources(cubin)
+    try:
+        resources = _resources(cubin)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"not a whole cubin: {error}") from None
     opcodes = _count_opcodes(disassemble(cubin))
     return [
         KernelReport(name, resources[name].get(_REGISTERS, 0), resources[name].get(_FRAME_SIZE, 0), opcodes[name])

@@ -1,0 +1,123 @@
+"""What `fa3_course.sass` says about kernels whose machine code is known to have, or not to have, something."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fa3_course import sass
+from fa3_course.cli import app
+
+cutlass = pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux only")
+import cutlass.cute as cute  # noqa: E402 (only after the check above)
+from cutlass import Float32  # noqa: E402
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream  # noqa: E402
+
+
+class Exchange:
+    """Each of `threads` threads holds `values` floats at once and multiplies them in two orders."""
+
+    def __init__(self, threads: int, values: int, smem: int):
+        self.threads, self.values, self.smem = threads, values, smem
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
+        self.kernel(x, y).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.smem, stream=stream)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        held = cute.make_rmem_tensor((self.values,), Float32)
+        for i in cutlass.range_constexpr(self.values):
+            held[i] = cute.math.exp2(x[thread + i * self.threads], fastmath=True)
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(self.values):
+            y[thread + i * self.threads] = held[i] * held[(7 * i + 3) % self.values]
+
+
+def report_of(threads: int, values: int, smem: int = 0) -> sass.KernelReport:
+    x = make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=16)
+
+    def compile_fn(options: str):
+        kernel = Exchange(threads, values, smem)
+        return cute.compile(kernel, x, x, make_fake_stream(), options=f"--gpu-arch sm_90a {options}")
+
+    (report,) = sass.compile_report(compile_fn)
+    return report
+
+
+def test_a_small_kernel_is_clean():
+    report = report_of(threads=128, values=8, smem=4096)
+    assert report.problems() == []
+    assert (report.stack, report.spill_store, report.spill_load, report.smem) == (0, 0, 0, 4096)
+    assert report.count("MUFU.EX2") == 8 == report.count("LDG")
+    assert report.count("BAR") == 1
+    assert 8 < report.registers < 64
+    assert report.as_dict()["landmarks"]["MUFU.EX2"] == 8
+
+
+@pytest.mark.filterwarnings("ignore:This static loop has")
+def test_a_spill_is_seen():
+    """1024 threads leave 64 registers each: 160 live values cannot fit."""
+    report = report_of(threads=1024, values=160)
+    assert report.registers <= 64
+    assert report.stack > 0 and report.spill_store > 0 and report.spill_load > 0
+    assert report.count("STL") > 0 and report.count("LDL") > 0
+    assert any("spills" in problem for problem in report.problems())
+
+
+def test_too_much_shared_memory_is_seen():
+    """Nothing else says so before the launch fails."""
+    assert any("shared memory: 240000" in problem for problem in report_of(128, 8, smem=240_000).problems())
+
+
+def test_prefixes_end_at_a_dot():
+    report = sass.KernelReport(
+        "k", 1, 0, sass.Counter({"BAR.SYNC": 2, "BARX": 4, "BAR": 1, "MUFU.EX2": 3, "MUFU.RCP": 5})
+    )
+    assert report.count("BAR") == 3
+    assert report.count("MUFU.EX2") == 3
+    assert report.count("MUFU") == 8
+    assert report.instructions == 15
+
+
+@pytest.mark.parametrize("content", [b"", b"not a cubin", b"\x7fELF"], ids=["empty", "text", "cut off"])
+def test_other_bytes_are_refused(content):
+    with pytest.raises(ValueError, match="cubin"):
+        sass.cubin_report(content)
+
+
+def test_without_a_disassembler_the_command_is_named(monkeypatch):
+    def missing(name):
+        raise sass.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(sass.metadata, "files", missing)
+    monkeypatch.setattr(sass.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sass.util, "find_spec", lambda name: None)
+    with pytest.raises(sass.ToolMissing, match="pip install nvidia-cuda-nvdisasm"):
+        sass.nvdisasm()
+
+
+@pytest.mark.parametrize("rung", ["2", "lib"])
+def test_command(rung, tmp_path):
+    """The synchronous rung has no TMA; the library loads by TMA, hands registers over and does not spill."""
+    dump = tmp_path / "kernel.sass"
+    done = CliRunner().invoke(
+        app, ["sass", rung, "--d", "64", "--causal", "--dtype", "bf16", "--json", "--dump", str(dump)]
+    )
+    (report,) = json.loads(done.stdout)
+    found = report["landmarks"]
+    assert done.exit_code == 0 and report["problems"] == []
+    assert found["HGMMA"] > 0 and found["MUFU.EX2"] > 0
+    assert (found["UTMALDG"] > 0) == (found["USETMAXREG"] > 0) == (rung == "lib")
+    assert dump.read_text().count("HGMMA") == found["HGMMA"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(["0"], "no kernel of its own"), (["17"], "no rung '17'"), (["lib", "--d", "12"], "multiple of 8"), (["--dtype", "fp8"], "fp16 or bf16")],
+)  # fmt: skip
+def test_command_refuses(arguments, message):
+    done = CliRunner().invoke(app, ["sass", *arguments])
+    assert done.exit_code != 0
+    assert message in " ".join((done.output + str(done.exception)).split())

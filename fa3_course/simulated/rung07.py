@@ -1,0 +1,81 @@
+"""Rung 7 on the simulated SM: inside a consumer, the softmax of a block runs under the PV of the block before.
+
+Adds to rung 6      QK(n) is issued before PV(n + 1); the softmax of n starts when QK(n) is done and PV(n + 1) still runs
+Look at             wait_group(1): the younger of two groups may stay in flight
+"""
+
+from dataclasses import replace
+
+from fa3_course.simulated import parts, rung05
+from fa3_lib.config import WGMMA_M
+from hopper_sim import SM, RegisterTile, Role
+
+
+async def attend(
+    wg: Role,
+    me: int,
+    p: parts.Problem,
+    t: parts.Tiles,
+    m: int,
+    first: int,
+    acc_S: RegisterTile,
+    tOrP: RegisterTile,
+    acc_O: RegisterTile,
+) -> parts.OnlineSoftmax:
+    """The main loop of one query tile; `first` counts the blocks that earlier tiles have put through the rings."""
+    c = p.config
+    rows = parts.OnlineSoftmax(wg, p, m, me, p.scale_log2)
+    blocks = p.blocks(m)
+    if t.turns:
+        mine, next_one = t.turns[me], t.turns[(me + 1) % len(t.turns)]
+
+    for i in range(len(blocks) + 1):  # QK of block i, PV of block i - 1
+        slot, phase = (first + i) % c.stages, (first + i) // c.stages % 2
+        last_slot, last_phase = (first + i - 1) % c.stages, (first + i - 1) // c.stages % 2
+        if t.turns:
+            await mine.sync()
+        if i < len(blocks):
+            await t.k_full[slot].wait(phase)
+            wg.wgmma_fence()
+            wg.wgmma(acc_S, t.q[me], t.k[slot].T, accumulate=False, label="QK")
+            wg.commit()
+        if i > 0:
+            await t.v_full[last_slot].wait(last_phase)
+            wg.wgmma_fence()
+            wg.wgmma(acc_O, tOrP, t.v[last_slot], label="PV")
+            wg.commit()
+        if t.turns:
+            next_one.arrive()
+        if i < len(blocks):
+            await wg.wait_group(1 if i > 0 else 0)
+            t.k_empty[slot].arrive(parts.WARPS)
+            weights, shrink = await rows.step(acc_S.read(), blocks[i])
+        if i > 0:
+            await wg.wait_group(0)
+            t.v_empty[last_slot].arrive(parts.WARPS)
+        if i < len(blocks):
+            tOrP.write(weights)  # only now: PV read the old P until here
+            await parts.rescale(wg, acc_O, shrink)
+    return rows
+
+
+async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tuple[int, int, int]) -> None:
+    c = p.config
+    await wg.setmaxnreg(c.consumer_registers)
+    acc_S = wg.registers("S", (WGMMA_M, c.tile_n))
+    tOrP = wg.registers("P", (WGMMA_M, c.tile_n), p.q.dtype)
+    acc_O = wg.registers("O", (WGMMA_M, c.head_dim_v))
+    acc_O.write(0.0)
+    if t.turns and me == len(t.turns) - 1:
+        t.turns[0].arrive()  # opens the first turn
+    await t.q_full.wait(0)
+    rows = await attend(wg, me, p, t, tile[0], 0, acc_S, tOrP, acc_O)
+    await parts.epilogue(wg, p, parts.staging(p, t, me), tile, me, acc_O, rows)
+
+
+def build(sm: SM, p: parts.Problem, tile: tuple[int, int, int]) -> None:
+    """One CTA: tile_m query rows, at least two consumers."""
+    t = replace(parts.make_tiles(sm, p), turns=parts.make_turns(sm, p.config))
+    sm.role("producer", rung05.producer, p, t, tile, threads=parts.WARP)
+    for me, name in enumerate(parts.consumer_names(p.config)):
+        sm.role(name, consumer, me, p, t, tile)

@@ -25,9 +25,16 @@ from fa3_lib.reference import attention
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "fa3_course" / "data"
-TEXTS = ("chapters/01_online_softmax/README.md", "CONTRIBUTING.md")  # the first that exists is run
+TEXTS = ("chapters/01_online_softmax/lesson.py", "CONTRIBUTING.md")  # the first that exists is run
 SIZE_LIMIT = 2_000_000  # bytes of the stored .npz
 HEADS = 12
+
+
+def markdown_cells(script: str) -> str:
+    """The Markdown of a jupytext percent script: its `# %% [markdown]` cells without the comment signs."""
+    cells = re.split(r"^# %%", script, flags=re.MULTILINE)[1:]
+    lines = (line for cell in cells if cell.startswith(" [markdown]") for line in [*cell.splitlines()[1:], ""])
+    return "\n".join(re.sub(r"^# ?", "", line) for line in lines)
 
 
 def prose(markdown: str) -> str:
@@ -36,8 +43,10 @@ def prose(markdown: str) -> str:
     text = re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)", " ", text, flags=re.DOTALL)
     text = re.sub(r"^\s*\|.*$|^    .*$", " ", text, flags=re.MULTILINE)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"\$\$.*?\$\$", " ", text, flags=re.DOTALL)
     text = re.sub(r"^\s*(#+|[*+-]|>|\d+\.)\s+", "", text, flags=re.MULTILINE)
-    return " ".join(text.replace("`", "").replace("**", "").split())
+    text = re.sub(r"\*+([^*\s][^*]*)\*+", r"\1", text)
+    return " ".join(text.replace("`", "").split())
 
 
 class Encoder:
@@ -145,7 +154,8 @@ def source_text(stored: Path | None) -> tuple[str, str]:
         text = json.loads(stored.read_text(encoding="utf-8"))["text"]
         return text["file"], text["prose"]
     name = next(name for name in TEXTS if (ROOT / name).is_file())
-    return name, prose((ROOT / name).read_text(encoding="utf-8"))
+    content = (ROOT / name).read_text(encoding="utf-8")
+    return name, prose(markdown_cells(content) if name.endswith(".py") else content)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,7 +28,7 @@ class Row:
         rung: the rung's number as text (`"2"`, `"7b"`), None for peers and the library.
         direction: JSON key `pass`: `fwd` or `gemm` (the cuBLAS yardstick: `seqlen` cubed, no heads).
         dtype: of the operands: `bf16`, `fp16`, `fp8` or `fp32`.
-        head_dim, causal, batch, seqlen, heads: the shape; None in a row whose `skipped` holds for every shape.
+        head_dim, causal, batch, seqlen, heads: the shape; None in a row whose `skipped` holds for all shapes without a row of their own.
         ms, ms_p25, ms_p75: time of one call in milliseconds: median and quartiles over all repeats of all rounds.
         tflops: 1e12 floating-point operations per second at the median; causal counts half of the full square.
         sm_mhz, watts: medians of the SM clock and the board power, sampled while this kernel ran.
@@ -69,7 +69,7 @@ class Row:
     def shape(self) -> str:
         """The shape in words: `d128 causal b1 s16384 h16`."""
         if self.seqlen is None:
-            return "every shape"
+            return "every other shape"
         if self.direction == "gemm":
             return f"{self.seqlen} cubed"
         mask = "causal" if self.causal else "full"

@@ -90,7 +90,7 @@ def test_a_kernel_that_raises_crashes_or_hangs_costs_only_its_own_rows(tmp_path)
         assert full.measured and full.causal is False
         assert words in lost.skipped and "check on d64 causal" in lost.skipped
     text = forward.table(run)
-    assert "skipped: hangs/bf16" in text and "also_good/bf16" in text
+    assert "skipped: hangs on every other shape: hung" in text and "also_good: error at most" in text
 
 
 def test_a_passed_deadline_leaves_rows_that_say_so(tmp_path):

@@ -1,11 +1,12 @@
 """The card during a run: SM clock and power through NVML, and the facts that a run records about its machine."""
 
+import contextlib
 import ctypes
 import platform
 import statistics
 import subprocess
 import threading
-import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -97,11 +98,13 @@ def open_nvml() -> Nvml | None:
 
 
 class Sampler:
-    """Reads clock and power every few milliseconds in a thread; `median(t0, t1)` gives those of a time span."""
+    """Reads clock and power every few milliseconds in a thread, but only `during` a measurement, so that the host times
+    between measurements are not disturbed."""
 
     def __init__(self, nvml: object | None, period_s: float = 0.005):
         self.nvml, self.period_s = nvml, period_s
-        self.samples: list[tuple[float, float | None, float | None]] = []  # (time.perf_counter(), MHz, W)
+        self._now: str | None = None
+        self._readings: dict[str, list[tuple[float | None, float | None]]] = {}  # name -> (MHz, W)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -117,19 +120,26 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.wait(self.period_s):
-            mhz, watts = self.nvml.sm_mhz(), self.nvml.watts()
-            self.samples.append((time.perf_counter(), mhz, watts))
+            name = self._now
+            if name is not None:
+                reading = self.nvml.sm_mhz(), self.nvml.watts()
+                if self._now == name:
+                    self._readings.setdefault(name, []).append(reading)
 
-    def median(self, spans: list[tuple[float, float]]) -> tuple[float | None, float | None]:
-        """(MHz, W) over all samples inside the spans; None where no sample fell."""
-        inside = [s for s in self.samples if any(start <= s[0] <= end for start, end in spans)]
-        columns = ([s[i] for s in inside if s[i] is not None] for i in (1, 2))
-        mhz, watts = (statistics.median(column) if column else None for column in columns)
-        return mhz, watts
+    @contextlib.contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Readings inside the block belong to `name`."""
+        self._now = name
+        try:
+            yield
+        finally:
+            self._now = None
 
-    def forget(self) -> None:
-        """Drops what was read so far."""
-        self.samples.clear()
+    def take(self, name: str) -> tuple[float | None, float | None]:
+        """Medians (MHz, W) of all readings of `name`, which are then forgotten; None where there were none."""
+        columns = list(zip(*self._readings.pop(name, []), strict=True)) or [(), ()]
+        mhz, watts = ([x for x in column if x is not None] for column in columns)
+        return (statistics.median(mhz) if mhz else None), (statistics.median(watts) if watts else None)
 
 
 def version(*packages: str) -> str | None:

@@ -10,6 +10,7 @@ CPU are measured on small shapes, and the rows go to `out/`.
 
 import argparse
 import json
+import random
 import shlex
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit-seconds", type=float, help="start no further shape when this would be exceeded")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds over the kernels of a shape")
     parser.add_argument("--burst-ms", type=float, default=40.0, help="milliseconds of one kernel in one round")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--seed", type=int, help="of the inputs; drawn anew if left out, and stored in the run")
     parser.add_argument("--commit", help="revision to record where there is no git checkout")
     parser.add_argument("--dry-run", action="store_true", help="list kernels and shapes, measure nothing")
     return parser
@@ -229,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
             grid="quick" if args.quick else args.grid,
             dtype=args.dtype,
             device=device,
-            seed=args.seed,
+            seed=random.randrange(2**31) if args.seed is None else args.seed,
             rounds=args.rounds,
             burst_ms=args.burst_ms,
             command=shlex.join(["python", "-m", "bench.forward", *typed]),

@@ -199,22 +199,19 @@ class Worker:
             rows.append(row_of(kernel, case, error=error, host_us=host, skipped=skipped))
 
         samples: dict[Kernel, list[float]] = {kernel: [] for kernel in timers}
-        spans: dict[Kernel, list[tuple[float, float]]] = {kernel: [] for kernel in timers}
-        self.sampler.forget()
         for turn in range(self.job.rounds):
             for kernel in timing.rotated(list(samples), turn):
                 try:
                     self.stage(kernel, case, "time")
-                    start = time.perf_counter()
-                    samples[kernel] += timers[kernel][0].burst(self.job.burst_ms)
-                    spans[kernel].append((start, time.perf_counter()))
+                    with self.sampler.during(kernel.label):
+                        samples[kernel] += timers[kernel][0].burst(self.job.burst_ms)
                 except Exception as caught:
                     del samples[kernel]
                     rows.append(row_of(kernel, case, skipped=self.survive(kernel, case, caught)))
 
         for kernel, times in samples.items():
             low, mid, high = timing.quartiles(times)
-            mhz, watts = self.sampler.median(spans[kernel]) if kernel.device == "cuda" else (None, None)
+            mhz, watts = self.sampler.take(kernel.label)
             timer, error, host = timers[kernel]
             figures = {
                 "ms": mid,

@@ -66,23 +66,23 @@ class FakeNvml:
         return None
 
 
-def test_clocks_belong_to_the_span_they_were_read_in():
+def test_clocks_belong_to_the_kernel_that_ran():
     with Sampler(FakeNvml(), period_s=0.001) as sampler:
-        time.sleep(0.05)
-        middle = time.perf_counter()
-        time.sleep(0.05)
-    early, _ = sampler.median([(0, middle)])
-    late, watts = sampler.median([(middle, time.perf_counter())])
+        for name in ("a", "b"):
+            with sampler.during(name):
+                time.sleep(0.05)
+            between = sampler.nvml.mhz
+            time.sleep(0.02)
+            assert sampler.nvml.mhz <= between + 1, "read while nothing was measured"
+    (early, _), (late, watts) = sampler.take("a"), sampler.take("b")
     assert 1000 < early < late and watts is None
-    assert sampler.median([(0, 1e-9)]) == (None, None)
-    sampler.forget()
-    assert sampler.median([(0, time.perf_counter())]) == (None, None)
+    assert sampler.take("a") == (None, None), "readings are taken once"
 
 
 def test_a_run_without_nvml_has_no_clocks():
-    with Sampler(None) as sampler:
+    with Sampler(None) as sampler, sampler.during("a"):
         pass
-    assert sampler.median([(0, time.perf_counter())]) == (None, None)
+    assert sampler.take("a") == (None, None)
 
 
 @pytest.mark.gpu

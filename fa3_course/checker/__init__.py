@@ -6,6 +6,7 @@ In a notebook, after the cell with your function:
     check("01.3", weighted_average, hint=1)   the same, with the first hint
     check("01.3")                             the file exercises/ex03_*.py instead
     progress("01")                            the chapter so far
+    answer("01.3")                            your function, once it passes
 
 In a terminal: `fa3 check 01.3`.
 """
@@ -19,7 +20,18 @@ from fa3_course.checker.model import Exercise
 from fa3_course.checker.runner import Outcome, Result
 from fa3_course.checker.trial import Refused, Trial
 
-__all__ = ["Exercise", "Outcome", "Refused", "Result", "Trial", "UnknownExercise", "check", "evaluate", "progress"]
+__all__ = [
+    "Exercise",
+    "Outcome",
+    "Refused",
+    "Result",
+    "Trial",
+    "UnknownExercise",
+    "answer",
+    "check",
+    "evaluate",
+    "progress",
+]
 
 _session: dict[str, Result] = {}  # last result of each exercise in this process, for `progress`
 
@@ -71,6 +83,18 @@ def check(number: str, *functions: Callable, hint: int | bool = 0, seed: int | N
     _session[result.number] = result
     report.show(result)
     return result
+
+
+def answer(number: str) -> Callable | tuple[Callable, ...] | None:
+    """The learner's function of an exercise (a tuple where it has several), or None as long as it does not pass.
+
+    Takes the last check in this session, or checks the learner's file. For cells that build on an exercise.
+    """
+    exercise = catalogue.find(number)
+    result = _session.get(exercise.number) or evaluate(exercise.number)
+    if not result:
+        return None
+    return result.functions if len(result.functions) > 1 else result.functions[0]
 
 
 def progress(chapter: str) -> list[Result]:

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class TimeUp(BaseException):
-    """The code ran longer than it may. Not an Exception, so that `except Exception` in a learner's loop lets it pass."""
+    """The code ran longer than it may. No Exception, so that `except Exception` in a learner's loop lets it pass."""
 
 
 def limited(work: Callable[[], None], seconds: float) -> None:

@@ -9,10 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fa3_course.checker.runner import Outcome, Result
+from fa3_course.checker.runner import Result, State
 
-MARK = {"passed": "✓", "failed": "✗", "not started": "○", "not possible": "–"}
+MARK = {"passed": "✓", "failed": "✗", "not started": "○", "not possible": "~"}
 COLOUR = {"passed": "green", "failed": "red", "not started": "yellow", "not possible": "yellow"}
+# readable on white and on black
+HTML_COLOUR = {"passed": "#2e8b57", "failed": "#d1343f", "not started": "#b8860b", "not possible": "#b8860b"}
+LEFT = 'style="text-align:left"'
 
 
 def headline(result: Result) -> str:
@@ -31,27 +34,35 @@ def footer(result: Result) -> str:
     shown = len(result.hints)
     if result.state == "passed" or result.problem or shown >= result.levels:
         return ""
-    return f"Stuck? hint={shown + 1} shows hint {shown + 1} of {result.levels}."
+    return f"Stuck? `hint={shown + 1}` shows hint {shown + 1} of {result.levels}."
 
 
-def _cells(result: Result, outcome: Outcome) -> tuple[str, str, str]:
+def _rows(result: Result) -> list[tuple[State, str, list[str]]]:
+    """State, name, and what was seen with its hint: nothing for a stub, and a repeated error only once."""
     if result.state == "not started":
-        return MARK["not started"], outcome.name, ""
-    return MARK["passed" if outcome.passed else "failed"], outcome.name, outcome.seen
+        return [("not started", outcome.name, []) for outcome in result.outcomes]
+    rows: list[tuple[State, str, list[str]]] = []
+    before = ""
+    for outcome in result.outcomes:
+        details = [text for text in (outcome.seen, outcome.hint) if text]
+        if outcome.seen and outcome.seen == before:
+            details = ["the same"]
+        rows.append(("passed" if outcome.passed else "failed", outcome.name, details))
+        before = outcome.seen or before
+    return rows
+
+
+def _mark(state: str) -> str:
+    return f'<td style="color:{HTML_COLOUR[state]};vertical-align:top"><b>{MARK[state]}</b></td>'
 
 
 def as_html(result: Result) -> str:
     """The report as HTML that is readable without its styles too (GitHub strips them)."""
     rows = []
-    for outcome in result.outcomes:
-        mark, name, seen = (html.escape(cell) for cell in _cells(result, outcome))
-        colour = COLOUR["not started" if mark == MARK["not started"] else "passed" if outcome.passed else "failed"]
-        hint = f"<br><i>{_code(outcome.hint)}</i>" if seen and outcome.hint else ""
-        detail = f"<br><code>{seen}</code>{hint}" if seen else ""
-        rows.append(
-            f'<tr><td style="color:{colour};vertical-align:top"><b>{mark}</b></td>'
-            f'<td style="text-align:left">{name}{detail}</td></tr>'
-        )
+    for state, name, details in _rows(result):
+        seen = "".join(f"<br><code>{html.escape(text)}</code>" for text in details[:1])
+        hint = "".join(f"<br><i>{_code(text)}</i>" for text in details[1:])
+        rows.append(f"<tr>{_mark(state)}<td {LEFT}>{html.escape(name)}{seen}{hint}</td></tr>")
     hints = "".join(f"<li>{_code(hint)}</li>" for hint in result.hints)
     return (
         f"<p><b>{MARK[result.state]} {html.escape(headline(result))}</b></p>"
@@ -71,19 +82,15 @@ def print_result(result: Result, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     console.print(f"[bold {COLOUR[result.state]}]{MARK[result.state]} {escape(headline(result))}")
     table = Table(show_header=False, box=None, padding=(0, 1))
-    for outcome in result.outcomes:
-        mark, name, seen = _cells(result, outcome)
-        colour = "yellow" if mark == MARK["not started"] else "green" if outcome.passed else "red"
-        detail = (
-            f"\n[bold]{escape(seen)}[/]" + (f"\n[dim]{escape(outcome.hint)}[/]" if outcome.hint else "") if seen else ""
-        )
-        table.add_row(f"[{colour}]{mark}[/]", escape(name) + detail)
+    for state, name, details in _rows(result):
+        styled = [f"[{style}]{escape(text)}[/]" for style, text in zip(("bold", "dim"), details, strict=False)]
+        table.add_row(f"[{COLOUR[state]}]{MARK[state]}[/]", "\n".join([escape(name), *styled]))
     if result.outcomes:
         console.print(table)
     for level, hint in enumerate(result.hints, start=1):
         console.print(f"Hint {level}: {escape(hint)}")
     if footer(result):
-        console.print(f"[dim]{escape(footer(result).replace('hint=', '--hint '))}[/]")
+        console.print(f"[dim]{escape(footer(result).replace('`hint=', '`--hint '))}[/]")
 
 
 def print_board(results: Sequence[Result], console: Console | None = None) -> None:
@@ -92,26 +99,19 @@ def print_board(results: Sequence[Result], console: Console | None = None) -> No
     for column in ("", "exercise", "state", "properties"):
         table.add_column(column, justify="left")
     for result in results:
-        colour = COLOUR[result.state]
-        counted = f"{result.holding}/{len(result.outcomes)}" if result.state in ("passed", "failed") else ""
-        table.add_row(
-            f"[{colour}]{MARK[result.state]}[/]",
-            escape(f"{result.number} {result.title}"),
-            result.problem or result.state,
-            counted,
-        )
+        mark = f"[{COLOUR[result.state]}]{MARK[result.state]}[/]"
+        holding = f"{result.holding}/{len(result.outcomes)}" if result.state in ("passed", "failed") else ""
+        table.add_row(mark, escape(f"{result.number} {result.title}"), escape(result.problem or result.state), holding)
     (console or Console(highlight=False)).print(table)
 
 
 def board_html(results: Sequence[Result]) -> str:
     """The same in a notebook."""
-    rows = "".join(
-        f'<tr><td style="color:{COLOUR[r.state]}"><b>{MARK[r.state]}</b></td><td style="text-align:left">'
-        f'{html.escape(f"{r.number} {r.title}")}</td><td style="text-align:left">{html.escape(r.problem or r.state)}</td></tr>'
-        for r in results
-    )
-    done = sum(map(bool, results))
-    return f"<p><b>{done} of {len(results)} exercises pass</b></p><table>{rows}</table>"
+    rows = []
+    for result in results:
+        name, state = html.escape(f"{result.number} {result.title}"), html.escape(result.problem or result.state)
+        rows.append(f"<tr>{_mark(result.state)}<td {LEFT}>{name}</td><td {LEFT}>{state}</td></tr>")
+    return f"<p><b>{sum(map(bool, results))} of {len(results)} exercises pass</b></p><table>{''.join(rows)}</table>"
 
 
 def in_notebook() -> bool:

@@ -7,8 +7,8 @@ A solution marks what the learner writes:
     row_max = scores.max(axis=-1)
     # endregion
 
-The stub keeps every line outside the markers, the markers and the task, and replaces the rest by a statement that raises
-NotImplementedError. Where raising is impossible (code that a compiler reads) the marker names another statement:
+The stub keeps every line outside the markers, the markers and the task, and replaces the rest by a statement that
+raises NotImplementedError. Where raising is impossible (code that a compiler reads) the marker names another statement:
 `# region learner: pass`.
 """
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from fa3_course.checker import stubs
 from fa3_course.checker.catalogue import load_source
 from fa3_course.checker.model import Exercise
@@ -21,7 +19,7 @@ class Submission:
     """What is checked.
 
     Args:
-        functions: in the exercise's order, each guarded (see `_guard`).
+        functions: in the exercise's order.
         files: file names, as in tracebacks, that hold the learner's code -> what to call them in a report.
         origin: the learner's file, or "this notebook".
         started: False when the text is the stub as handed out.
@@ -54,31 +52,6 @@ def _chain(error: BaseException) -> list[BaseException]:
     return links
 
 
-def _guard(function: Callable, name: str, results: int) -> Callable:
-    """Makes arguments read-only (changing the caller's arrays is an error on its own line) and counts results."""
-
-    def guarded(*arguments):
-        for argument in arguments:
-            if isinstance(argument, np.ndarray):
-                argument.flags.writeable = False
-        value = function(*arguments)
-        if value is None:
-            raise Refused(f"{name} returned None: is the `return` missing?")
-        if results > 1 and not (isinstance(value, tuple) and len(value) == results):
-            got = f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__
-            raise Refused(f"{name} must return a tuple of {results} values, it returned {got}")
-        return value
-
-    return guarded
-
-
-def _guard_all(exercise: Exercise, functions) -> tuple[Callable, ...]:
-    return tuple(
-        _guard(function, name, results)
-        for function, (name, results) in zip(functions, exercise.functions.items(), strict=True)
-    )
-
-
 def missing_modules(exercise: Exercise) -> str:
     """Why the exercise cannot run on this machine, or "" when it can."""
     missing = [module for module in exercise.modules if importlib.util.find_spec(module) is None]
@@ -109,7 +82,7 @@ def from_file(exercise: Exercise, path: Path | None = None) -> Submission:
     lacking = [name for name in exercise.functions if not callable(getattr(module, name, None))]
     if lacking:
         raise Refused(f"{path.name} has no function {', '.join(lacking)}; keep the stub's names")
-    functions = _guard_all(exercise, (getattr(module, name) for name in exercise.functions))
+    functions = tuple(getattr(module, name) for name in exercise.functions)
     return Submission(functions, files, path.name, not stubs.untouched(text, exercise.solution, exercise.number))
 
 
@@ -132,4 +105,4 @@ def from_functions(exercise: Exercise, functions: tuple[Callable, ...]) -> Submi
         files[code.co_filename] = "your cell" if "ipykernel" in code.co_filename else Path(code.co_filename).name
         text = "".join(linecache.getlines(code.co_filename))
         started |= not stubs.untouched(text, exercise.solution, exercise.number)
-    return Submission(_guard_all(exercise, functions), files, "this notebook", started)
+    return Submission(functions, files, "this notebook", started)

@@ -53,7 +53,7 @@ def backward(
         keys = slice(start, min(start + tile_n, sk))
         position = np.arange(sk)[keys]  # (n,) indices of the tile's keys
         # region learner
-        # Recompute p, 0 where causal hides the key and in rows whose lse is -inf. Then the four products.
+        # Recompute p, and set it to 0 where causal hides the key: its exponential may be inf. Then the four products.
         raise NotImplementedError("01.9 is yours to write")
         # endregion
     return dq, dk, dv

@@ -15,9 +15,7 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # before triton is imported: its functions are compiled or interpreted from then on
-    )
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it while it is imported
 
 import triton
 import triton.language as tl
@@ -59,9 +57,7 @@ def attention_kernel(
         pass
         # endregion
     out = acc_O / row_sum[:, None]
-    lse = (
-        row_max * scale_log2 + tl.math.log2(row_sum)
-    ) * 0.6931471805599453  # ln(2): from base 2 to the natural logarithm
+    lse = (row_max * scale_log2 + tl.math.log2(row_sum)) * 0.6931471805599453  # ln(2): natural logarithm
     tl.store(out_ptr + q_offsets, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] < seqlen_q)
     tl.store(lse_ptr + head * seqlen_q + rows, lse, mask=rows < seqlen_q)
 

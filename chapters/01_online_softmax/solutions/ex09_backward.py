@@ -53,8 +53,8 @@ def backward(
         keys = slice(start, min(start + tile_n, sk))
         position = np.arange(sk)[keys]  # (n,) indices of the tile's keys
         # region learner
-        # Recompute p, 0 where causal hides the key and in rows whose lse is -inf. Then the four products.
-        p = np.exp(softmax_scale * (q @ k[keys].T) - np.where(np.isneginf(lse), np.inf, lse)[:, None])
+        # Recompute p, and set it to 0 where causal hides the key: its exponential may be inf. Then the four products.
+        p = np.exp(softmax_scale * (q @ k[keys].T) - lse[:, None])
         if causal:
             p = np.where(position[None, :] <= np.arange(sq)[:, None] + sk - sq, p, 0)
         dv[keys] = p.T @ dout

@@ -8,7 +8,8 @@ EXERCISE = Exercise(
     "ex02_one_pass.py",
     functions={"update": 2},
     hints=(
-        "If the maximum grows from m to m', every old term exp(s - m) should have been exp(s - m'). Which factor is missing?",
+        "When the maximum grows from m to M, every old term exp(s - m) should have been exp(s - M). "
+        "Which factor is missing?",
         "new_sum = row_sum * exp(row_max - new_max) + sum(exp(scores - new_max)).",
         "While a row has seen nothing, both maxima are -inf and their difference is NaN. Subtract 0 there, as in 01.1.",
     ),

@@ -10,7 +10,8 @@ EXERCISE = Exercise(
     functions={"weighted_average": 1},
     hints=(
         "`out * row_sum` is the un-normalised average of the old keys, against the old maximum.",
-        "Weight of everything old, against the new maximum: `row_sum * exp(row_max - new_max)`. It weighs `out`, and it is the old part of the new sum.",
+        "Weight of everything old, against the new maximum: `row_sum * exp(row_max - new_max)`. "
+        "It weighs `out`, and it is the old part of the new sum.",
         "out = (old_weight * out + p @ v_tile) / row_sum with the new row_sum; where row_sum is 0 divide by 1.",
     ),
 )

@@ -9,7 +9,7 @@ EXERCISE = Exercise(
     "ex04_delayed.py",
     functions={"attention": 2},
     hints=(
-        "The factor exp(row_max - new_max) repairs everything that was summed against the old maximum: row_sum and acc_O.",
+        "The factor exp(row_max - new_max) repairs what was summed against the old maximum: row_sum and acc_O.",
         "In the epilogue out = acc_O / row_sum, and ln(sum exp(s)) = row_max + ln(row_sum).",
         "Without keys the loop never ran: row_sum is 0. Divide by 1 there, and set lse to -inf.",
     ),

@@ -10,9 +10,9 @@ EXERCISE = Exercise(
     functions={"probabilities": 1, "natural_lse": 1},
     hints=(
         "exp(a * (s - m)) = exp2(s * c - m * c) with c = a * log2(e).",
-        "Subtracting first and multiplying later is one multiply too, but it rounds differently and needs the subtraction and the "
-        "multiplication as two instructions; `s * c - (m * c)` is a single FFMA.",
-        "row_sum is a plain number, so its natural logarithm needs no factor: lse = row_max * softmax_scale + ln(row_sum).",
+        "`(s - m) * c` is one multiply too, but a subtraction and a multiplication are two instructions; "
+        "`s * c - (m * c)` is a single FFMA.",
+        "row_sum has no unit, so its natural logarithm needs no factor: lse = row_max * softmax_scale + ln(row_sum).",
     ),
 )
 

@@ -10,7 +10,8 @@ EXERCISE = Exercise(
     hints=(
         "A part's share of the whole is exp(its lse) / (exp(lse_a) + exp(lse_b)).",
         "Subtract the larger LSE in all exponents; then lse = larger + ln(weight_a + weight_b).",
-        "NaN * 0 is NaN. Choose with `np.where(weight > 0, share * out, 0)`; where both LSE are -inf subtract 0 and divide by 1.",
+        "NaN * 0 is NaN. Choose with `np.where(weight > 0, share * out, 0)`. "
+        "Where both LSE are -inf subtract 0 and divide by 1.",
     ),
 )
 

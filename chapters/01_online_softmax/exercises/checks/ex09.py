@@ -8,11 +8,10 @@ EXERCISE = Exercise(
     "01.9",
     "ex09_backward.py",
     functions={"backward": 3},
-    modules=("torch",),
     hints=(
         "exp(softmax_scale * s - lse) is already normalised: no maximum, no sum.",
-        "Mask p after the exponential, with np.where: the exponential of a hidden score may overflow, and inf * 0 is NaN. "
-        "A row whose lse is -inf gets p = 0.",
+        "Mask p after the exponential, with np.where: that of a hidden score may be inf, and inf * 0 is NaN. In a "
+        "row without keys lse is -inf, every exponential is inf, and the mask hides them all.",
         "dv[keys] = p.T @ dout; ds = p * (dout @ v[keys].T - delta[:, None]); dq += softmax_scale * ds @ k[keys]; "
         "dk[keys] = softmax_scale * ds.T @ q.",
     ),
@@ -74,7 +73,9 @@ def _(t, backward):
             compare(t, backward, *inputs, 0.5, causal, tile_n, f" for tile_n = {tile_n}, causal {causal}")
 
 
-@EXERCISE.holds("a row with no keys has gradient 0", "its lse is -inf: p must be 0 there, not exp(s + inf)")
+@EXERCISE.holds(
+    "a row with no keys has gradient 0", "its lse is -inf, and -inf - (-inf) is NaN: mask after the exponential"
+)
 def _(t, backward):
     compare(t, backward, *draw(t, 9, 4, 4, 3), 0.5, True, 3)
 

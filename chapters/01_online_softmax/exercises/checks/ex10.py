@@ -8,7 +8,8 @@ EXERCISE = Exercise(
     functions={"forward_cost": 2, "attainable": 1},
     hints=(
         "Q K^T and P V: 2 * sq * sk * d operations each, per batch and query head.",
-        "Q and O have batch * sq * heads * d elements each, K and V batch * sk * kv_heads * d each; S has batch * heads * sq * sk.",
+        "Q and O have batch * sq * heads * d elements each, K and V batch * sk * kv_heads * d each. "
+        "S has batch * heads * sq * sk.",
         "Time is at least max(operations / peak, moved / bandwidth); the speed is operations / time.",
     ),
 )

@@ -7,11 +7,13 @@ EXERCISE = Exercise(
     "01.11",
     "ex11_triton.py",
     functions={"triton_attention": 2},
-    modules=("triton", "torch"),
+    modules=("triton",),
     hints=(
-        "The loop body of 01.4, with `tl.` in front: tl.dot for @, tl.max(x, axis=1), tl.sum(x, axis=1), tl.maximum, tl.math.exp2.",
-        "p = exp2(scores * scale_log2 - (new_max * scale_log2)[:, None]); rescale = exp2((row_max - new_max) * scale_log2).",
-        "The interpreter and the card both want equal operand types in tl.dot: `tl.dot(p.to(v.dtype), v)`. End with row_max = new_max.",
+        "The loop body of 01.4, with `tl.` in front: tl.dot for @, tl.max(x, axis=1), tl.sum(x, axis=1), tl.maximum, "
+        "tl.math.exp2.",
+        "p = exp2(scores * scale_log2 - (new_max * scale_log2)[:, None]); "
+        "rescale = exp2((row_max - new_max) * scale_log2).",
+        "Both operands of tl.dot have one type: `tl.dot(p.to(v.dtype), v)`. End with row_max = new_max.",
     ),
     seconds=60.0,  # the interpreter runs each program in Python; on a card the first call compiles
 )
@@ -19,8 +21,14 @@ EXERCISE = Exercise(
 
 def compare(t, function, heads, sq, sk, d, spread=1.0):
     import torch
+    import triton.language as tl
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    interpreted = type(tl.max).__name__ == "InterpretedFunction"
+    t.expect(
+        device == "cuda" or interpreted,
+        "triton was imported before TRITON_INTERPRET=1 was set: restart the kernel, or run `fa3 check 01.11`",
+    )
     q, k, v = ((spread * t.normal(heads, n, d)).astype(np.float16) for n in (sq, sk, sk))
     q *= t.rng.uniform(0.5, 1.5)
     scale = d**-0.5

@@ -198,12 +198,24 @@ class NamedBarrier:
         self._incoming: VectorClock = {}
 
     def arrive(self) -> None:
-        """All threads of the role arrive and go on. Releases what the role did before."""
-        self._come("arrives")
+        """All threads of the role arrive and go on, once the WGMMAs before it are issued. Releases what the role did before."""
+        role, site = self._enter("arrives"), here()
+        known = role.release()
+
+        def arrived() -> None:
+            self._come(role, "arrives", known, site)
+            self._maybe_complete()
+
+        backlog = role.issued_until - self.sm.clock.now
+        if backlog > 0:
+            self.sm.clock.after(backlog, arrived)
+        else:
+            arrived()
 
     def sync(self) -> "Waiting":
         """Awaitable: all threads of the role arrive and wait for the others."""
-        role = self._come("syncs", complete=False)
+        role = self._enter("syncs")
+        self._come(role, "syncs", role.release(), here())
 
         def start(waiting: "Waiting") -> None:
             self.waiters.append(waiting)
@@ -213,25 +225,25 @@ class NamedBarrier:
             f"turn {self.name}", start, on=self, detail=f"named barrier {self.number} ({self.name})", site=here()
         )
 
-    def _come(self, verb: str, complete: bool = True) -> "Role":
+    def _enter(self, verb: str) -> "Role":
         role = self.sm.enter()
         if self.by and role.name not in self.by:
             raise misuse(f"{role.name} {verb} on {self.name}, which was made for {', '.join(self.by)} only (by=)")
+        return role
+
+    def _come(self, role: "Role", verb: str, known: VectorClock, site: Site) -> None:
         if role.name in self.come:
             text = f"{role.name} {verb} on {self.name} a second time before it completed ({self.state()}): one arrive too many, or a sync of the other side is missing"
-            raise Fault(Kind.UNBALANCED_BARRIER, text, here())
+            raise Fault(Kind.UNBALANCED_BARRIER, text, site)
         self.come[role.name] = role.threads
         if sum(self.come.values()) > self.threads:
             raise Fault(
                 Kind.UNBALANCED_BARRIER,
                 f"{role.name} {verb} on {self.name}, which takes {self.threads} threads: {self.state()}",
-                here(),
+                site,
             )
         self.arrivers.add(role.name)
-        join(self._incoming, role.release())
-        if complete:
-            self._maybe_complete()
-        return role
+        join(self._incoming, known)
 
     def _maybe_complete(self) -> None:
         if sum(self.come.values()) < self.threads:

@@ -37,12 +37,14 @@ class Clock:
 
 
 class Unit:
-    """A unit of the SM (tensor core, MUFU, ...) that serves the jobs of one owner in order and takes the owners in turn.
+    """A unit of the SM that serves the jobs of one owner in order.
 
-    The turns are `quantum` cycles long: two warpgroups that ask at the same time share the unit, and both finish late.
+    With a quantum (MUFU, FMA, shared memory, ...) it takes the owners in turn, `quantum` cycles each: two warpgroups that
+    ask at the same time share the unit, and both finish late. Without (tensor core) it is a plain queue: the steps are
+    served in the order of their issue, whoever issued them.
     """
 
-    def __init__(self, clock: Clock, name: str, quantum: float, record: Callable[..., None]):
+    def __init__(self, clock: Clock, name: str, quantum: float | None, record: Callable[..., None]):
         self.clock, self.name, self.quantum, self._record = clock, name, quantum, record
         self.busy = 0.0  # cycles served so far
         self._queues: dict[str, deque[list]] = {}
@@ -50,24 +52,25 @@ class Unit:
 
     def submit(self, owner: str, cycles: float, label: str, done: Callable[[], None]) -> None:
         """Queues `cycles` of work for `owner`; calls `done` when it has been served."""
-        self._queues.setdefault(owner, deque()).append([cycles, label, done])
+        queue = owner if self.quantum is not None else ""
+        self._queues.setdefault(queue, deque()).append([cycles, label, done, owner])
         if not self._running:
             self._serve()
 
     def _serve(self) -> None:
-        owner = next((name for name, jobs in self._queues.items() if jobs), None)
-        self._running = owner is not None
-        if owner is None:
+        queue = next((name for name, jobs in self._queues.items() if jobs), None)
+        self._running = queue is not None
+        if queue is None:
             return
-        jobs = self._queues.pop(owner)
-        self._queues[owner] = jobs  # to the end of the line
+        jobs = self._queues.pop(queue)
+        self._queues[queue] = jobs  # to the end of the line
         job = jobs[0]
-        slice_ = min(self.quantum, job[0])
+        slice_ = job[0] if self.quantum is None else min(self.quantum, job[0])
         start = self.clock.now
 
         def served() -> None:
             self.busy += slice_
-            self._record(self.name, job[1], start, self.clock.now, owner)
+            self._record(self.name, job[1], start, self.clock.now, job[3])
             job[0] -= slice_
             if job[0] <= 1e-9:
                 jobs.popleft()

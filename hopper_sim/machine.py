@@ -46,9 +46,8 @@ class Machine:
     jitter: float = 0.2  # each latency is drawn from latency x (1 - jitter .. 1 + jitter)
 
     # sharing
-    quantum: float = (
-        64.0  # cycles that a unit serves one warpgroup before it looks at the next: one k16 step, n = 128 [derived]
-    )
+    quantum: float = 64.0  # cycles that a unit serves one warpgroup before it looks at the next [assumed]
+    wgmma_issue: float = 16.0  # cycles from one k-step's issue to the next one of the same warpgroup [assumed]
 
     # the card
     sms: int = 132  # H100 SXM5 and H200 [paper]

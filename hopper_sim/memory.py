@@ -104,7 +104,7 @@ class SharedMemory:
 
     def _check(self, earlier: Access, now: Access, known: VectorClock) -> None:
         if earlier.poison:
-            kind, hint = self.explain(earlier, now) or (Kind.READ_BEFORE_FULL, "")
+            kind, hint = self.explain(earlier, now) or (Kind.RACE if now.by == "role" else Kind.READ_BEFORE_FULL, "")
             raise Fault(kind, f"{earlier}, and only later {now}{hint}", earlier.site)
         if known.get(earlier.lane, 0) >= earlier.number:
             crosses_proxy = earlier.write and earlier.by == "role" and now.by != "role"

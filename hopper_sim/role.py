@@ -122,6 +122,7 @@ class Role:
         self.returned = False
         self.deferred: Fault | None = None  # an arrival too many, until the next instruction says what it was
         self.deferred_on: Mbarrier | None = None
+        self.issued_until = 0.0  # the time at which the last WGMMA step has been issued; what follows it comes later
         self.ops = 0  # instructions so far, to say what came first
         self.seen: dict[str, int] = {}  # phases seen complete, by mbarrier
         self.last_wait: dict[str, PassedWait] = {}

@@ -110,7 +110,10 @@ class SM:
         self.timeline = Timeline()
         self.memory = SharedMemory(machine.smem_bytes)
         self.memory.explain = diagnosis.explain_conflict(self)
-        self.units = {unit: Unit(self.clock, unit, machine.quantum, self._record) for unit in UNITS}
+        self.units = {
+            unit: Unit(self.clock, unit, None if unit == "tensor core" else machine.quantum, self._record)
+            for unit in UNITS
+        }
         self.roles: list[Role] = []
         self.mbarrier_list: list[Mbarrier] = []
         self.named: dict[int, NamedBarrier] = {}

@@ -88,14 +88,24 @@ def issue(
 
     smem_bytes = sum(tile.nbytes for tile in reads)
     text = label or f"{acc.name} {'+=' if accumulate else '='} {a.name} {b.name}"
-    _queue(role, group, flops / rate, smem_bytes / machine.smem_bandwidth, text, finished)
+    steps = k // (16 if eb == 2 else 32)
+    _queue(role, group, steps, flops / rate / steps, smem_bytes / machine.smem_bandwidth, text, finished)
 
 
 def _queue(
-    role: "Role", group: int, tensor_cycles: float, smem_cycles: float, label: str, finished: Callable[[], None]
+    role: "Role",
+    group: int,
+    steps: int,
+    step_cycles: float,
+    smem_cycles: float,
+    label: str,
+    finished: Callable[[], None],
 ) -> None:
-    """Occupies the tensor core and, meanwhile, shared memory; the WGMMAs of a role finish in the order of their issue."""
-    sm = role.sm
+    """Issues one k-step after the other into the tensor core's queue; the WGMMAs of a role finish in the order of their issue.
+
+    Two warpgroups that issue at the same time interleave; one that starts clearly earlier is served first.
+    """
+    sm, gap = role.sm, role.sm.machine.wgmma_issue
 
     def served() -> None:
         role.mma.last_finish = max(role.mma.last_finish, sm.clock.now + sm.machine.wgmma_latency)
@@ -105,9 +115,16 @@ def _queue(
         finished()
         role.mma.done(group)
 
-    both = when_all(2, served)
-    sm.units["tensor core"].submit(role.name, tensor_cycles, label, both)
-    sm.units["shared memory"].submit(role.name, smem_cycles, label, both)
+    every = when_all(steps + 1, served)
+
+    def issue_step() -> None:
+        sm.units["tensor core"].submit(role.name, step_cycles, label, every)
+
+    sm.units["shared memory"].submit(role.name, smem_cycles, label, every)
+    start = max(sm.clock.now, role.issued_until)
+    for step in range(steps):
+        sm.clock.after(start + step * gap - sm.clock.now, issue_step)
+    role.issued_until = start + steps * gap
 
 
 def _check_shapes(

@@ -4,6 +4,7 @@ One kernel has one colour and one marker in every chapter (`KERNELS`). Functions
 return nothing, so that a lesson composes its figures itself; `figure` makes them at the right size.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
@@ -115,9 +116,9 @@ def powers_of_two(ax: Axes, values: Iterable[int], axis: str = "x") -> None:
 
 
 def nothing_stored(ax: Axes, what: str) -> None:
-    """Says inside empty axes that no measurement is stored, and which command would store one."""
+    """Says inside empty axes that no measurement of `what` is stored, and which command would store one."""
     ax.set_axis_off()
-    text = f"no stored row yet: {what}\n`fa3 bench` on a Hopper stores one"
+    text = f"no stored row yet of\n{what}\n`fa3 bench` on a Hopper stores one"
     ax.text(0.5, 0.5, text, ha="center", va="center", color=GREY, transform=ax.transAxes)
 
 
@@ -145,7 +146,7 @@ def throughput(ax: Axes, run: results.Run | None, kernels: Sequence[str], **shap
             ax.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
         drawn.update(x)
     if not drawn:
-        nothing_stored(ax, ", ".join(KERNELS.get(k, (k,))[0] for k in kernels))
+        nothing_stored(ax, "\n".join(KERNELS.get(k, (k,))[0] for k in kernels))
         return False
     powers_of_two(ax, sorted(drawn))
     ax.set(xlabel="sequence length", ylabel="TFLOP/s", ylim=(0, None))
@@ -199,6 +200,23 @@ def tile_map(ax: Axes, allowed: np.ndarray, tile_m: int, tile_n: int) -> tuple[i
     ax.spines[:].set_visible(True)
     skipped, masked, whole = (int((kind == n).sum()) for n in range(3))
     return skipped, masked, whole
+
+
+def instruction_strip(ax: Axes, sass: str, groups: Mapping[str, tuple[str, ...]]) -> None:
+    """Where in a kernel's machine code the instructions of each group stand, one row of ticks per group.
+
+    Args:
+        sass: text of one kernel, as nvdisasm prints it.
+        groups: name of a row -> prefixes of opcodes ("HGMMA", "MUFU.EX2").
+    """
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass)
+    rows = [[i for i, name in enumerate(opcodes) if name.startswith(prefixes)] for prefixes in groups.values()]
+    ax.eventplot(rows, colors=list(PALETTE[: len(rows)]), linelengths=0.75, linewidths=0.9)
+    ax.set_yticks(range(len(rows)), list(groups))
+    ax.invert_yaxis()
+    ax.grid(False)
+    ax.tick_params(axis="y", length=0)
+    ax.set(xlabel="instruction of the program, first to last", xlim=(0, len(opcodes)))
 
 
 def attention_map(ax: Axes, weights: np.ndarray, tokens: Sequence[str]) -> None:

@@ -38,6 +38,8 @@
 import inspect
 import json
 import math
+import tempfile
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -92,35 +94,36 @@ lengths = 2 ** np.arange(9, 19)
 fig, (ax,) = plots.figure(height=3.3)
 ax.plot(lengths, score_bytes(lengths) / 1e9, color=plots.RED, label="score matrix")
 ax.plot(lengths, tensor_bytes(lengths) / 1e9, color=plots.BLUE, label="Q, K, V and O")
-for name, gigabytes in (("H100 (datasheet)", 80), ("H200 (datasheet)", 141)):
+for name, gigabytes, side in (("H100", 80, "top"), ("H200", 141, "bottom")):
     ax.axhline(gigabytes, color=plots.GREY, linewidth=1)
-    ax.text(lengths[0], gigabytes, f"{name}: {gigabytes} GB", color=plots.GREY, va="bottom", fontsize=9)
+    text = f"{name}: {gigabytes} GB (datasheet)"
+    ax.text(lengths[0], gigabytes, text, color=plots.GREY, va=side, fontsize=9)
 ax.set(
     yscale="log",
     xlabel="sequence length",
     ylabel="GB",
     title="One layer, batch 1: the score matrix grows with the square",
 )
+ax.yaxis.set_major_formatter("{x:g}")
 plots.powers_of_two(ax, lengths)
 plots.name_lines(ax)
 plt.show()
 
-RUN = results.latest(
-    kernel="rung02_triton_fa2"
-)  # one run for all comparisons of this chapter: clocks differ between runs
+# one run for all comparisons of this chapter, since clocks differ between runs
+RUN = results.latest(kernel="rung02_triton_fa2")
 
 
-def longest(kernel, **shape):
-    """The stored row of the longest sequence in that run, or None."""
-    return max(RUN.select(kernel=kernel, **shape) if RUN else [], key=lambda row: row.seqlen, default=None)
+def stored(kernel, **shape):
+    """The rows of one kernel in that run, short sequences first; an empty list where none is stored."""
+    return sorted(RUN.select(kernel=kernel, **shape) if RUN else [], key=lambda row: row.seqlen)
 
 
-eager, cublas = longest("rung00_eager", head_dim=128, causal=False), longest("cublas", direction="gemm", dtype="bf16")
+eager = stored("rung00_eager", head_dim=128, causal=False)
+cublas = stored("cublas", direction="gemm", dtype="bf16")
 if eager and cublas:
-    print(
-        f"{RUN.gpu}: eager attention ({eager.shape}) {eager.ms:.1f} ms = {eager.tflops:.0f} TFLOP/s; "
-        f"a matrix product (cuBLAS) in the same run {cublas.tflops:.0f}: {eager.tflops / cublas.tflops:.0%} of it"
-    )
+    row, share = eager[-1], eager[-1].tflops / cublas[-1].tflops
+    print(f"{RUN.gpu}: eager attention ({row.shape}) {row.ms:.1f} ms = {row.tflops:.0f} TFLOP/s;")
+    print(f"a matrix product (cuBLAS) in the same run: {cublas[-1].tflops:.0f}. Eager reaches {share:.0%} of it")
 else:
     print("eager attention on a card: no stored row yet (`fa3 bench` on a Hopper stores one)")
 
@@ -173,7 +176,8 @@ with np.errstate(over="ignore", invalid="ignore"):  # the overflow is what we wa
 # %%
 DATA = results.ROOT / "fa3_course" / "data"
 text = np.load(DATA / "minilm_qkv.npz")
-q_text, k_text, v_text = (np.moveaxis(text[name], 1, 2) for name in "qkv")  # (layers, tokens, heads, head_dim) fp16
+# (layers, tokens, heads, head_dim), fp16; the layers stand where a batch would
+q_text, k_text, v_text = (np.moveaxis(text[name], 1, 2) for name in "qkv")
 text_scores = np.einsum("lqhd,lkhd->lhqk", q_text, k_text, dtype=np.float32) * q_text.shape[-1] ** -0.5
 
 deviations = np.linspace(0.5, 8, 24)
@@ -189,9 +193,9 @@ for deviation in deviations:
 fig, (left, right) = plots.figure(2)
 for (name, share), colour in zip(destroyed.items(), (plots.RED, plots.BLUE), strict=True):
     left.plot(deviations, 100 * np.array(share), color=colour, label=name)
-left.set(xlabel="standard deviation of the scores", ylabel="% of rows", title="fp16 rows whose weights are wrong")
+left.set(xlabel="standard deviation of the scores", ylabel="% of rows", title="fp16 rows with wrong weights")
 left.legend()
-right.hist(text_scores.max(axis=-1).ravel(), bins=60, color=plots.BLUE)
+right.hist(text_scores.max(axis=-1).ravel(), bins=60, color=plots.BLUE, log=True)
 right.axvline(math.log(65504), color=plots.RED, label="exp overflows fp16")
 right.set(xlabel="largest score of a row", ylabel="rows", title="Scores of a real text")
 right.legend()
@@ -220,7 +224,7 @@ def online_max_and_sum(scores):
     row_max, row_sum, history = -np.inf, 0.0, []
     for score in scores:
         new_max = max(row_max, score)
-        rescale = math.exp(row_max - new_max)  # exp(-inf) = 0 at the first score: there is nothing to rescale
+        rescale = math.exp(row_max - new_max)  # at the first score exp(-inf) = 0
         row_sum = row_sum * rescale + math.exp(score - new_max)
         row_max = new_max
         history.append((row_max, row_sum))
@@ -255,9 +259,7 @@ guess = None  # how many of 1024 random scores are larger than all scores before
 rows = rng.standard_normal((4000, 1024))
 records = 1 + (np.diff(np.maximum.accumulate(rows, axis=1), axis=1) > 0).sum(axis=1)
 reveal("new maxima in a row of 1024", guess, records.mean())
-print(
-    f"1 + 1/2 + ... + 1/1024 = {(1 / np.arange(1, 1025)).sum():.2f}: score i is the largest so far with probability 1/i"
-)
+print(f"score i is the largest so far with probability 1/i: 1 + 1/2 + ... = {(1 / np.arange(1, 1025)).sum():.2f}")
 
 # %% [markdown]
 # So few. A kernel corrects once per *tile* of keys whether the maximum changed or not, because a branch costs more than a
@@ -276,8 +278,8 @@ print(
 
 # %%
 def tiled_attention(q, k, v, scale, tile_n, delayed):
-    """One head, no mask. q (sq, d), k (sk, d), v (sk, dv) -> out (sq, dv), and how many elements were multiplied or divided
-    outside the two matrix products and the exponentials."""
+    """One head, no mask. q (sq, d), k (sk, d), v (sk, dv) -> out (sq, dv), and the number of multiplications and
+    divisions of acc_O outside the two matrix products."""
     row_max = np.full(len(q), -np.inf)
     row_sum = np.zeros(len(q))
     acc_O = np.zeros((len(q), v.shape[1]))
@@ -292,7 +294,8 @@ def tiled_attention(q, k, v, scale, tile_n, delayed):
             acc_O = acc_O * rescale[:, None] + weights @ v[n : n + tile_n]
             extra += acc_O.size
         else:
-            acc_O = (acc_O * (row_sum * rescale)[:, None] + weights @ v[n : n + tile_n]) / new_sum[:, None]
+            acc_O = acc_O * (row_sum * rescale)[:, None] + weights @ v[n : n + tile_n]
+            acc_O = acc_O / new_sum[:, None]
             extra += 2 * acc_O.size
         row_max, row_sum = new_max, new_sum
     if delayed:
@@ -305,8 +308,8 @@ q, k, v = (rng.standard_normal((n, 64)) for n in (128, 1024, 1024))
 want = safe_softmax(q @ k.T / 8) @ v
 for delayed in (False, True):
     out, extra = tiled_attention(q, k, v, 1 / 8, 64, delayed)
-    order = "FlashAttention-2: divides at the end   " if delayed else "FlashAttention-1: divides in every tile"
-    print(f"{order}  error {max_error(out, want):.1e}, extra multiplications and divisions {extra:,}")
+    order = "divides at the end   " if delayed else "divides in every tile"
+    print(f"FlashAttention-{1 + delayed}, {order}: error {max_error(out, want):.1e}, {extra:,} extra operations")
 
 # %% [markdown]
 # The same numbers, and about half of the extra work. It matters because the work outside the matrix products runs on units
@@ -337,18 +340,16 @@ m = s.max(axis=1, keepdims=True)
 exact = np.exp(scale * (s.astype(np.float64) - m))
 
 c = np.float32(scale * LOG2_E)
-plain = np.exp(np.float32(scale) * s - np.float32(scale) * m)  # two multiplications, a subtraction, an exponential
-folded = np.exp2(s * c - m * c)  # on a GPU: one fused multiply-add, one MUFU.EX2
-print(
-    f"error against fp64: exp with the scale apart {max_error(plain, exact):.1e}, folded {max_error(folded, exact):.1e}"
-)
+plain = np.exp(np.float32(scale) * s - np.float32(scale) * m)
+folded = np.exp2(s * c - m * c)  # NumPy rounds s * c first; a GPU's fused multiply-add rounds only once
+print(f"error against fp64: exp {max_error(plain, exact):.1e}, exp2 folded {max_error(folded, exact):.1e}")
 
 row_sum = exact.sum(axis=1)
 true_lse = np.log(np.exp(scale * s.astype(np.float64)).sum(axis=1))
 natural = scale * m[:, 0] + np.log(row_sum)
 base_2 = m[:, 0] * c + np.log2(row_sum)
 print(
-    f"LSE: natural is off by {max_error(natural, true_lse):.1e}; base 2 is wrong by a factor of {np.mean(base_2 / true_lse):.4f}"
+    f"LSE: natural is off by {max_error(natural, true_lse):.1e}, base 2 by a factor of {np.mean(base_2 / true_lse):.4f}"
 )
 
 # %% [markdown]
@@ -376,24 +377,27 @@ Markdown(f"```python\n{inspect.getsource(rung1.query_tile)}```")
 # the answer?
 
 # %%
-truth, true_lse = (x.numpy() for x in reference.attention(*(torch.from_numpy(x) for x in (q_text, k_text, v_text))))
-tile_sizes = [1, 4, 16, 64, 128, 288]
-errors = []
+inputs = [x.astype(np.float32) for x in (q_text, k_text, v_text)]
+truth, true_lse = reference.attention(*(torch.from_numpy(x) for x in inputs))
+tile_sizes, errors = 2 ** np.arange(9), []
 for tile_n in tile_sizes:
-    out, lse = rung1.attention(*(x.astype(np.float32) for x in (q_text, k_text, v_text)), tile_n=tile_n)
+    out, lse = rung1.attention(*inputs, tile_n=int(tile_n))
     errors.append((max_error(out, truth), max_error(lse, true_lse)))
 
-words = 20
-layer, head = 0, int(np.argmax(text_scores[0, :, :words, :words].std(axis=(1, 2))))
+# of the first layer, the head that looks most at the word before
+weights = safe_softmax(text_scores[0])
+before = np.diagonal(weights, offset=-1, axis1=1, axis2=2).mean(axis=1)
+head, words = before.argmax(), 20
 tokens = json.loads((DATA / "minilm_qkv.json").read_text(encoding="utf-8"))["tokens"]
 fig, (left, right) = plots.figure(2, height=4.3, widths=(1, 1.15))
-left.loglog(tile_sizes, errors, marker="o", label=["out", "LSE"])
+left.semilogy(tile_sizes, errors, marker="o", label=["out", "LSE"])
+plots.powers_of_two(left, tile_sizes)
 left.axhline(np.finfo(np.float32).eps, color=plots.GREY, linewidth=1)
 left.text(1, np.finfo(np.float32).eps, "fp32 epsilon", color=plots.GREY, va="bottom", fontsize=9)
-left.set(xlabel="tile_n", ylabel="largest error against fp64", title="Tile size: rounding only", ylim=(1e-8, 1e-4))
+left.set(xlabel="tile_n", ylabel="largest error against fp64", title="Tile size: rounding only", ylim=(1e-8, 1e-3))
 left.legend()
-plots.attention_map(right, safe_softmax(text_scores[layer, head, :words, :words]), tokens[:words])
-right.set_title(f"What it computes: layer {layer}, head {head}")
+plots.attention_map(right, weights[head, :words, :words], tokens[:words])
+right.set_title(f"Head {head}: {before[head]:.0%} on the word before")
 plt.show()
 
 # %% [markdown]
@@ -467,7 +471,7 @@ plt.show()
 
 # %%
 def bounds(rows, seqlen_q, seqlen_k, causal=False, window=(-1, -1)):
-    """The interval of keys that each query row sees: low, high, both int (len(rows),); row r sees low <= j < high."""
+    """Which keys the rows see: (low, high), both int (len(rows),); row r sees low[r] <= j < high[r]."""
     left, right = window
     if causal:
         right = 0
@@ -492,11 +496,11 @@ cases = (
 fig, axes = plots.figure(len(cases), height=2.9)
 for ax, (title, sq, sk, mask) in zip(axes, cases, strict=True):
     allowed = mask_of(sq, sk, **mask)
-    assert np.array_equal(
-        allowed, reference.attention_mask(sq, sk, mask.get("causal", False), mask.get("window", (-1, -1))).numpy()
-    )
+    want = reference.attention_mask(sq, sk, mask.get("causal", False), mask.get("window", (-1, -1)))
+    assert np.array_equal(allowed, want.numpy())
     skipped, masked, whole = plots.tile_map(ax, allowed, 8, 8)
-    ax.set_title(f"{title}\n{skipped} skipped, {masked} masked,\n{whole} whole", fontsize=10, fontweight="normal")
+    counts = f"{skipped} skipped, {masked} masked,\n{whole} whole"
+    ax.set_title(f"{title}\n{counts}", fontsize=10, fontweight="normal")
 plt.show()
 
 tiles = TOKENS // 128
@@ -533,7 +537,8 @@ def flash_forward(q, k, v, scale, causal=False, window=(-1, -1), softcap=0.0, ti
         low, high = bounds(rows, seqlen_q, seqlen_k, causal, window)
         row_max, row_sum = np.full(len(rows), -np.inf, q.dtype), np.zeros(len(rows), q.dtype)
         acc_O = np.zeros((len(rows), v.shape[1]), q.dtype)
-        for n in range(low[0] // tile_n * tile_n, high[-1], tile_n):  # tiles outside [low[0], high[-1]) are skipped
+        # tiles outside [low[0], high[-1]) are skipped
+        for n in range(low[0] // tile_n * tile_n, high[-1], tile_n):
             keys = np.arange(n, min(n + tile_n, seqlen_k))
             scores = q[rows] @ k[keys].T
             if into_tanh is not None:
@@ -556,7 +561,8 @@ def flash_forward(q, k, v, scale, causal=False, window=(-1, -1), softcap=0.0, ti
 def random_mask(seqlen_k):
     """Causal or not, any window (-1 is unlimited), capped or not."""
     left, right = rng.integers(-1, seqlen_k + 1, 2).tolist()
-    return dict(causal=bool(rng.integers(2)), window=(left, right), softcap=float(rng.choice([0.0, 2.0, 15.0])))
+    softcap = float(rng.choice([0.0, 2.0, 15.0]))
+    return dict(causal=bool(rng.integers(2)), window=(left, right), softcap=softcap)
 
 
 def truth_of(q, k, v, scale, causal, window, softcap):
@@ -570,7 +576,8 @@ for _ in range(60):
     sq, sk = rng.integers(1, 200, 2)
     q, k, v = (2 * rng.standard_normal((n, 16)) for n in (sq, sk, sk))
     mask = random_mask(sk)
-    out, lse = flash_forward(q, k, v, 0.25, **mask, tile_m=int(rng.integers(1, 80)), tile_n=int(rng.integers(1, 80)))
+    tile_m, tile_n = rng.integers(1, 80, 2)
+    out, lse = flash_forward(q, k, v, 0.25, **mask, tile_m=tile_m, tile_n=tile_n)
     want, want_lse = truth_of(q, k, v, 0.25, **mask)
     assert np.array_equal(np.isneginf(lse), np.isneginf(want_lse.numpy())), mask
     worst = max(worst, max_error(out, want))
@@ -618,7 +625,7 @@ plt.show()
 
 # %%
 def flash_backward(q, k, v, out, lse, dout, scale, causal=False, window=(-1, -1), softcap=0.0, tile_m=64, tile_n=64):
-    """Gradients of one head from what the forward pass left: out (sq, dv) and lse (sq,). Returns dq, dk, dv."""
+    """One head: dq, dk, dv from what the forward pass left, out (sq, dv) and lse (sq,), and dout (sq, dv)."""
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     delta = (dout * out).sum(axis=1)
     for n in range(0, len(k), tile_n):  # key tiles outside: dK and dV of a tile stay in one place
@@ -633,8 +640,9 @@ def flash_backward(q, k, v, out, lse, dout, scale, causal=False, window=(-1, -1)
                 tanh = np.tanh(scores / softcap)
                 scores, slope = softcap * tanh, 1 - tanh**2
             seen = (keys >= low[:, None]) & (keys < high[:, None])
-            # rows without keys have lse = -inf; every other masked score becomes exp(-inf) = 0
-            weights = np.exp(np.where(seen, scores, -np.inf) - np.where(np.isneginf(lse[rows]), 0, lse[rows])[:, None])
+            # a row without keys has lse = -inf: again 0 stands in, and exp(-inf - 0) = 0
+            lse_tile = np.where(np.isneginf(lse[rows]), 0, lse[rows])
+            weights = np.exp(np.where(seen, scores, -np.inf) - lse_tile[:, None])
             dv[keys] += weights.T @ dout[rows]
             dweights = dout[rows] @ v[keys].T
             dscores = scale * slope * weights * (dweights - delta[rows, None])
@@ -650,7 +658,7 @@ for _ in range(30):
     mask = random_mask(sk)
     out, lse = flash_forward(q, k, v, 0.25, **mask)
     tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
-    want = torch.autograd.grad(truth_of(*tensors, 0.25, **mask)[0], tensors, torch.tensor(dout), allow_unused=True)
+    want = torch.autograd.grad(truth_of(*tensors, 0.25, **mask)[0], tensors, torch.tensor(dout))
     for got, grad in zip(flash_backward(q, k, v, out, lse, dout, 0.25, **mask), want, strict=True):
         worst = max(worst, max_error(got, grad))
 assert worst < 1e-10
@@ -712,7 +720,7 @@ plt.show()
 
 for name, (peak, bandwidth) in MACHINES.items():
     bound = attention_flops(TOKENS) / unfused_bytes(TOKENS) * bandwidth
-    print(f"{name}: unfused attention at 16k can reach {bound:.0f} TFLOP/s at most, {bound / peak:.0%} of the peak")
+    print(f"{name}: unfused attention at 16k reaches at most {bound:.0f} TFLOP/s, {bound / peak:.0%} of the peak")
 
 # %% [markdown]
 # Unfused attention sits on the slope: it does `head_dim / 2` operations per byte however long the text is, and only more memory
@@ -722,7 +730,7 @@ for name, (peak, bandwidth) in MACHINES.items():
 # ## 11. Rung 2: the loop as a GPU kernel
 #
 # [`steps/rung02_triton_fa2.py`](steps/rung02_triton_fa2.py) is rung 1 in Triton, in the way of FlashAttention-2. The grid holds one
-# program per query tile and head; inside it the same six lines:
+# program per query tile and head; inside it the same steps as in rung 1:
 
 # %%
 try:
@@ -743,48 +751,68 @@ display(shown)
 # the interpreter multiplies bf16 operands of `tl.dot` wrongly (it takes their bits for integers; seen in Triton 3.6 to
 # 3.9), so the rung widens them to fp32 when it is interpreted. A test in `tests/chapters/` shows the fault.
 #
-# The next two cells check the kernel on this machine, then show its speed where that means something: stored rows from a
-# Hopper, all of one run, and your own card if you have one. TFLOP/s count `4 · seqlen² · head_dim` per head, half of it
-# when causal.
+# The next cells check the kernel on this machine; look into its machine code, which Triton compiles for a Hopper without
+# needing one; and show its speed where that means something: stored rows from a Hopper, all of one run, and your own card if
+# you have one. TFLOP/s count `4 · seqlen² · head_dim` per head, half of it when causal.
 
 # %%
 if rung2 is None:
     print("rung 2 needs Triton (Linux); rungs 0 and 1 cover the ideas")
 else:
     print(f"rung 2 runs here on: {rungs.find('2').where()}")
-    for dtype, shape in ((torch.float16, (1, 200, 300, 4, 2, 64)), (torch.bfloat16, (2, 150, 90, 2, 1, 128))):
-        b, sq, sk, h, hk, d = shape
-        q, k, v = (
-            torch.from_numpy(rng.standard_normal((b, s, n, d))).to(dtype) for s, n in ((sq, h), (sk, hk), (sk, hk))
-        )
-        out, lse = rungs.find("2").run(q, k, v, causal=True)
-        eager_out, _ = rungs.find("0").run(q, k, v, causal=True)
+    for dtype, (b, sq, sk, h, hk, d) in (
+        (torch.float16, (1, 200, 300, 4, 2, 64)),
+        (torch.bfloat16, (2, 150, 90, 2, 1, 128)),
+    ):
+        shapes = ((b, sq, h, d), (b, sk, hk, d), (b, sk, hk, d))
+        q, k, v = (torch.from_numpy(rng.standard_normal(shape)).to(dtype) for shape in shapes)
         want, want_lse = reference.attention(q, k, v, causal=True)
-        error, eager_error = ((x.double() - want).abs().max().item() for x in (out, eager_out))
-        assert error <= 2 * eager_error + 1e-3 and torch.equal(torch.isneginf(lse), torch.isneginf(want_lse))
-        name = str(dtype).removeprefix("torch.")
-        print(f"{name} {shape}, causal: error {error:.1e} (PyTorch, unfused, in the same precision: {eager_error:.1e})")
+        (out, lse), (eager_out, _) = (rungs.find(n).run(q, k, v, causal=True) for n in ("2", "0"))
+        error, eager_error = (max_error(x.double(), want) for x in (out, eager_out))
+        assert error <= 2 * eager_error + 1e-3
+        assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse))
+        print(f"{dtype}, {sq} queries, {sk} keys, head dim {d}, causal: error {error:.1e}", end=" ")
+        print(f"(PyTorch, unfused, same precision: {eager_error:.1e})")
+
+# %%
+if rung2 is not None:
+    from fa3_course.commands.sass import report_rung
+
+    with tempfile.TemporaryDirectory() as folder:
+        sass = Path(folder) / "rung02.sass"
+        (report,) = report_rung("2", head_dim=128, causal=False, dtype="bf16", dump=sass)
+        fig, (ax,) = plots.figure(height=2.5)
+        groups = {
+            "tensor cores (HGMMA)": ("HGMMA",),
+            "wait for them": ("WARPGROUP.DEPBAR",),
+            "exponentials (MUFU.EX2)": ("MUFU.EX2",),
+            "copies ahead (LDGSTS)": ("LDGSTS",),
+        }
+        plots.instruction_strip(ax, sass.read_text(), groups)
+        ax.set_title("Rung 2's machine code: products and exponentials in blocks, one after the other")
+        plt.show()
+    print(f"{report.registers} registers per thread, {report.stack} bytes spilled, {report.instructions} instructions")
 
 # %%
 if RUN:
-    print(f"stored: {RUN.gpu}, driver {RUN.driver}, torch {RUN.torch}, triton {RUN.triton}, {RUN.date[:10]}")
-fig, axes = plots.figure(2, height=3.6)
-for ax, causal in zip(axes, (False, True), strict=True):
-    mask = "causal" if causal else "full"
-    kernels = ["rung00_eager", "rung02_triton_fa2", "fa2", "fa3"]
-    if plots.throughput(ax, RUN, kernels, head_dim=128, causal=causal, dtype="bf16"):
-        ax.legend()
-    ax.set_title(f"head dim 128, {mask}, bf16")
-plt.show()
+    print(f"stored: {RUN.gpu}, torch {RUN.torch}, triton {RUN.triton}, {RUN.date[:10]}")
+    fig, axes = plots.figure(2, height=3.6)
+    for ax, causal in zip(axes, (False, True), strict=True):
+        kernels = ["rung00_eager", "rung02_triton_fa2", "fa2", "fa3"]
+        plots.throughput(ax, RUN, kernels, head_dim=128, causal=causal, dtype="bf16")
+        ax.set_title(f"head dim 128, {'causal' if causal else 'full'}, bf16")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    plt.show()
+else:
+    print("no stored row yet: `fa3 bench` on a Hopper stores some")
 
 if rung2 is not None and torch.cuda.is_available():
     import triton
 
     q, k, v = (torch.randn(4, 4096, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ms = triton.testing.do_bench(lambda: rung2.attention(q, k, v), return_mode="median")
-    print(
-        f"your card, {torch.cuda.get_device_name()}: rung 2 at d128, 4k: {4 * attention_flops(4096) / ms / 1e9:.0f} TFLOP/s"
-    )
+    tflops = 4 * attention_flops(4096) / ms / 1e9
+    print(f"your card, {torch.cuda.get_device_name()}: rung 2 at head dim 128, 4k: {tflops:.0f} TFLOP/s")
 
 # %% [markdown]
 # ## 12. Why a synchronous kernel stops there
@@ -808,28 +836,33 @@ M = N = 128
 
 
 def clocks(head_dim):
-    """Clock cycles of one SM for a 128 x 128 tile of scores: tensor cores, MUFU, issue slots."""
+    """Clocks of one SM for a 128 x 128 tile of scores: tensor cores, MUFU, issue slots."""
     return 4 * M * N * head_dim / 4096, M * N / 16, M * N * (4.5 + head_dim / N) / 128
 
 
 def no_overlap(head_dim, tensor_rate=1.0):
-    """Share of the peak if softmax, at the pace of its slower unit, waits for the products and they for it."""
+    """Share of the peak when products and softmax (at the pace of its slower unit) wait for each other."""
     tensor, mufu, issue = clocks(head_dim)
     return tensor / (tensor / tensor_rate + max(mufu, issue))
 
 
 reveal("no overlap, head dim 128", guess, 100 * no_overlap(128), "% of the peak")
 
-# FlashAttention-2 uses Ampere's instruction, mma.sync. On Hopper it feeds the tensor cores at about 63 % of their rate
-# (Luo et al. 2024, arXiv:2402.13499); the full rate needs Hopper's own WGMMA.
+# FA2 uses Ampere's instruction, mma.sync, which feeds Hopper's tensor cores at about 63 % of their rate
+# (Luo et al. 2024, arXiv:2402.13499); the full rate needs Hopper's own WGMMA
 MMA_SYNC = 0.63
-# fp16 forward, full, 16k tokens, H100 SXM: read from the charts of the FlashAttention-3 paper (arXiv:2407.08608), TFLOP/s
+# TFLOP/s, fp16 forward, full, 16k tokens, H100 SXM: read from the charts of the FA3 paper (arXiv:2407.08608)
 PAPER = {"FA2": {64: 324, 128: 370, 256: 326}, "FA3": {64: 497, 128: 648, 256: 756}}
 PEAK = MACHINES["H100"][0]
-
-fig, (left, right) = plots.figure(2, height=3.9, widths=(1, 1.15))
 dims = (64, 128, 256)
-for i, (name, colour) in enumerate((("tensor cores", plots.BLUE), ("MUFU", plots.RED), ("issue slots", plots.ORANGE))):
+measured = {
+    kernel: [stored(kernel, head_dim=d, causal=False, seqlen=TOKENS, dtype="bf16") for d in dims]
+    for kernel in ("fa2", "rung02_triton_fa2", "fa3")
+}
+
+fig, (left, right) = plots.figure(2, height=4, widths=(1, 1.25))
+units = {"tensor cores": plots.BLUE, "MUFU": plots.RED, "issue slots": plots.ORANGE}
+for i, (name, colour) in enumerate(units.items()):
     y = np.arange(len(dims)) + (i - 1) * 0.26
     left.barh(y, [clocks(d)[i] for d in dims], height=0.24, color=colour, label=name)
 left.set_yticks(range(len(dims)), [f"d {d}" for d in dims])
@@ -838,55 +871,40 @@ left.grid(axis="y", visible=False)
 left.invert_yaxis()
 left.legend()
 
-for name, marker, colour, values in (
-    ("bound: WGMMA, no overlap", "_", plots.BLUE, [100 * no_overlap(d) for d in dims]),
-    ("bound: mma.sync, no overlap", "_", plots.RED, [100 * no_overlap(d, MMA_SYNC) for d in dims]),
-    ("paper, H100: FA3", "D", plots.GREY, [100 * PAPER["FA3"][d] / PEAK for d in dims]),
-    ("paper, H100: FA2", "v", plots.GREY, [100 * PAPER["FA2"][d] / PEAK for d in dims]),
-):
-    size = {"_": 1400}.get(marker, 60)
-    right.scatter(
-        range(len(dims)),
-        values,
-        marker=marker,
-        s=size,
-        color=colour,
-        linewidths=2.5 if marker == "_" else 0,
-        label=name,
-    )
-for kernel in ("fa2", "rung02_triton_fa2"):
-    rows = [
-        (i, RUN.one(kernel=kernel, head_dim=d, causal=False, seqlen=TOKENS, dtype="bf16") if RUN else None)
-        for i, d in enumerate(dims)
-    ]
-    label, colour, marker = plots.KERNELS[kernel]
-    points = [(i + 0.12, 100 * row.tflops / PEAK) for i, row in rows if row]
-    if points:
-        right.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=60, label=f"stored, {label}")
-    else:
-        print(f"no stored row yet for {label} at 16k: `fa3 bench` on a Hopper stores one")
+for i, d in enumerate(dims):
+    right.hlines(100 * no_overlap(d), i - 0.4, i + 0.4, plots.BLUE, label="bound: WGMMA, no overlap")
+    right.hlines(100 * no_overlap(d, MMA_SYNC), i - 0.4, i + 0.4, plots.RED, label="bound: mma.sync, no overlap")
+    for name, marker in (("FA3", "D"), ("FA2", "v")):
+        label = f"paper, H100: {name}"
+        right.plot(i - 0.15, 100 * PAPER[name][d] / PEAK, marker, color=plots.GREY, label=label)
+    for kernel, rows in measured.items():
+        label, colour, marker = plots.KERNELS[kernel]
+        for row in rows[i]:
+            right.plot(i + 0.15, 100 * row.tflops / PEAK, marker, color=colour, label=f"stored: {label}")
 right.set_xticks(range(len(dims)), [f"d {d}" for d in dims])
-right.set(ylabel="% of the tensor cores' peak", ylim=(0, 119), xlim=(-0.5, 2.5), title="Bounds and measurements")
+right.set(ylabel="% of the tensor cores' peak", ylim=(0, 139), xlim=(-0.5, 2.5), title="Bounds and measurements")
+right.set_yticks(range(0, 101, 20))
 right.grid(axis="x", visible=False)
-right.legend(fontsize=8.5, ncols=2, loc="upper left", markerscale=0.45, columnspacing=0.8, handletextpad=0.3)
+legend = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))  # each name once
+right.legend(legend.values(), legend.keys(), fontsize=8.5, ncols=2, loc="upper left", columnspacing=0.8)
 plt.show()
 
-lines = ["| head dim | paper, H100: FA2 | FA3 | stored: FA2 | rung 2 | FA3 |", "|---|---|---|---|---|---|"]
-for d in dims:
-    found = [
-        RUN.one(kernel=n, head_dim=d, causal=False, seqlen=TOKENS, dtype="bf16") if RUN else None
-        for n in ("fa2", "rung02_triton_fa2", "fa3")
-    ]
-    cells = [f"{row.tflops:.0f}" if row else "no row yet" for row in found]
-    lines.append(f"| {d} | {PAPER['FA2'][d]} | {PAPER['FA3'][d]} | " + " | ".join(cells) + " |")
-display(Markdown("TFLOP/s, forward, full, 16k tokens (paper fp16, ours bf16):\n\n" + "\n".join(lines)))
+table = [
+    "| head dim | paper: FA2 | paper: FA3 | stored: FA2 | stored: rung 2 | stored: FA3 |",
+    "|---|---|---|---|---|---|",
+]
+for i, d in enumerate(dims):
+    cells = [f"{rows[i][0].tflops:.0f}" if rows[i] else "no row yet" for rows in measured.values()]
+    table.append(f"| {d} | {PAPER['FA2'][d]} | {PAPER['FA3'][d]} | {' | '.join(cells)} |")
+display(Markdown("TFLOP/s, forward, full, 16k tokens (paper: H100, fp16; stored: bf16):\n\n" + "\n".join(table)))
 
 # %% [markdown]
-# Read the right-hand plot from below. FA2's measured points lie under the red bound: products at the old instruction's rate, then
-# softmax, and on top of that the waits for copies and barriers. The blue bound is what Hopper's own instruction would allow
-# if nothing else changed; Triton's compiler emits it (look for `HGMMA` in rung 2's SASS), so rung 2 may pass FA2. To pass
-# the *blue* bound, softmax of one tile must run while the tensor cores work on another. At d 64 both units are busy for equally
-# long, so without overlap half of the peak is lost.
+# Read the right-hand plot from below. FA2's measured points lie under the red bound: products at the old instruction's rate,
+# then softmax, and on top of that the waits for copies and barriers. The blue bound is what Hopper's own instruction allows
+# if nothing else changes. Triton's compiler emits it (`HGMMA` in rung 2's machine code), so rung 2 may pass FA2.
+# To pass the *blue* bound, softmax of one tile must run while the tensor cores work on another. At d 64 both are busy for
+# equally long, so half of the peak is lost without overlap. The paper's FA3 lies close to the blue bound: its overlap pays for the
+# waits, and no more. There is room above it.
 #
 # That is the program of the next chapters: feed WGMMA by TMA (chapter 2), then overlap (chapter 3).
 #

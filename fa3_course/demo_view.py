@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from fa3_course import rungs, sass
+from fa3_course import plots, rungs, sass
 
 WORDS_SHOWN = 48  # of the text, in the attention map: what fits at a readable size
 
@@ -131,29 +131,35 @@ def _time(ms: float) -> str:
 
 def draw(data, lse: torch.Tensor, outcomes, yardstick_error: float, path: Path) -> None:
     """One PNG: what a head of the real model looks at, each rung's error, and on a GPU each rung's speed."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     speed = [o for o in outcomes if o.tflops]
-    figure = Figure(figsize=(13, 7.4), layout="constrained", dpi=110)
-    left, right = figure.subfigures(1, 2, width_ratios=(1.5, 1))
-    _draw_map(left.subplots(), data, lse)
-    axes = right.subplots(2 if speed else 1, 1, squeeze=False)[:, 0]
-    _draw_errors(axes[0], [o for o in outcomes if o.error is not None], yardstick_error)
-    if speed:
-        bars = axes[1].barh([o.name for o in speed], [o.tflops for o in speed], color="#0072B2", height=0.55)
-        axes[1].bar_label(bars, fmt="%.0f", padding=4)
-        _bare(axes[1], f"Speed on {torch.cuda.get_device_name()}, TFLOP/s")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with rc_context():
+        plots.use_style()
+        figure = Figure(figsize=(13, 7.4))
+        left, right = figure.subfigures(1, 2, width_ratios=(1.45, 1))
+        _draw_map(left.subplots(), data, lse)
+        axes = right.subplots(2 if speed else 1, 1, squeeze=False)[:, 0]
+        _draw_errors(axes[0], [o for o in outcomes if o.error is not None], yardstick_error)
+        if speed:
+            bars = axes[1].barh([o.name for o in speed], [o.tflops for o in speed], color=plots.BLUE, height=0.55)
+            axes[1].bar_label(bars, fmt="%.0f", padding=4)
+            _bare(axes[1], f"Speed on {torch.cuda.get_device_name()}, TFLOP/s")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
 
 
-def strongest_echo(data) -> tuple[int, int]:
-    """(layer, head) that attends most to other occurrences of the same word piece."""
+def strongest_echo(data) -> tuple[int, int, int]:
+    """(layer, head, first token): the head and the stretch of text with most attention on the same word elsewhere in it."""
     words = [t if t.removeprefix("##").isalnum() else None for t in data.tokens]
     same = torch.tensor([[a is not None and a == b for b in words] for a in words]).fill_diagonal_(False)
-    echo = (_weights(data) * same).sum((-1, -2))  # (layers, heads)
-    best = int(echo.argmax())
-    return best // echo.shape[1], best % echo.shape[1]
+    echo = _weights(data) * same  # (layers, heads, tokens, tokens)
+    starts = range(len(words) - WORDS_SHOWN + 1)
+    windows = [echo[:, :, i : i + WORDS_SHOWN, i : i + WORDS_SHOWN].sum((-1, -2)) for i in starts]
+    best = int(torch.stack(windows, dim=-1).argmax())
+    layer_head, start = divmod(best, len(starts))
+    return *divmod(layer_head, echo.shape[1]), start
 
 
 def _weights(data) -> torch.Tensor:
@@ -162,34 +168,35 @@ def _weights(data) -> torch.Tensor:
 
 
 def _draw_map(ax, data, lse: torch.Tensor) -> None:
-    layer, head = strongest_echo(data)
-    shown = slice(1, 1 + WORDS_SHOWN)  # without [CLS]
+    layer, head, first = strongest_echo(data)
+    shown = slice(first, first + WORDS_SHOWN)
     q, k = data.q[layer, shown, head].double(), data.k[layer, shown, head].double()
     # any block of the weights comes from its own scores and the rows' LSE, as in the backward pass
     weights = torch.exp(q @ k.T * q.shape[-1] ** -0.5 - lse[layer, head, shown, None])
+    # the few large weights would hide the others
+    ax.imshow(weights.numpy(), cmap="Blues", vmin=0, vmax=float(weights.quantile(0.995)), aspect="equal")
     words = [t.removeprefix("##") for t in data.tokens[shown]]
-    image = ax.imshow(weights, cmap="Blues", vmin=0, vmax=float(weights.quantile(0.995)), aspect="equal")
-    ax.set_xticks(range(len(words)), words, rotation=90, fontsize=7)
-    ax.set_yticks(range(len(words)), words, fontsize=7)
+    ax.set_xticks(range(len(words)), words, rotation=90, fontsize=8)
+    ax.set_yticks(range(len(words)), words, fontsize=8)
+    ax.set(xlabel="key", ylabel="query")
+    ax.set_title("What one head of a real transformer looks at: the same words again")
     ax.tick_params(length=0)
-    ax.set_title("What one head of a real transformer looks at: the same words again", fontsize=11, loc="left")
-    ax.set_xlabel("key")
-    ax.set_ylabel("query")
-    for side in ax.spines.values():
-        side.set_visible(False)
-    ax.figure.colorbar(image, ax=ax, shrink=0.5, aspect=25, pad=0.01, extend="max", label="attention weight")
+    ax.grid(False)
 
 
 def _draw_errors(ax, outcomes, yardstick_error: float) -> None:
     names = [o.name if o.number == "lib" else f"{o.number}  {o.name}" for o in outcomes]
     bars = ax.barh(
-        names, [o.error for o in outcomes], color=["#009E73" if o.allowed else "#D55E00" for o in outcomes], height=0.55
+        names,
+        [o.error for o in outcomes],
+        color=[plots.GREEN if o.allowed else plots.RED for o in outcomes],
+        height=0.55,
     )
     ax.bar_label(bars, [f"{o.error:.1e}" for o in outcomes], padding=4)
-    ax.axvline(yardstick_error, color="#555555", linewidth=1.5)
+    ax.axvline(yardstick_error, color="#666666", linewidth=1.5)
     ax.annotate(
         "PyTorch, step by step in fp16", (yardstick_error, 1.0), xycoords=("data", "axes fraction"), xytext=(-4, 4),
-        textcoords="offset points", ha="right", fontsize=9, color="#555555",
+        textcoords="offset points", ha="right", fontsize=9, color="#666666",
     )  # fmt: skip
     ax.set_xlim(0, 1.2 * max([yardstick_error, *(o.error for o in outcomes)]))
     _bare(ax, "Relative error against fp64, on that text\n")
@@ -197,8 +204,9 @@ def _draw_errors(ax, outcomes, yardstick_error: float) -> None:
 
 def _bare(ax, title: str) -> None:
     ax.invert_yaxis()
-    ax.set_title(title, fontsize=11, loc="left")
+    ax.set_title(title)
     ax.tick_params(axis="y", length=0)
+    ax.grid(False)
     ax.set_xticks([])  # every bar carries its number
     for side in ("top", "right", "bottom", "left"):
         ax.spines[side].set_visible(False)

@@ -4,19 +4,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fa3_course import paths, results
+from fa3_course import paths, results, rungs
 from fa3_course.results import Row, Run
-from fa3_course.rungs import RUNGS
 
-# Peers come after the course's own kernels; names as in the rows, then as people know them.
-PEERS = {
-    "fa2": "FA2 (PyTorch)",
-    "cudnn": "cuDNN",
-    "fa3": "FA3 (C++)",
-    "fa4": "FA4 (CuTe DSL)",
-}
+PEERS = ("fa2", "cudnn", "fa3", "fa4")  # they stand after the course's own kernels
 YARDSTICK = "cublas"
-OURS, OTHERS, LIBRARY = "#0072B2", "#999999", "#D55E00"
 README_BLOCK = re.compile(r"<!-- ladder:begin[^>]*-->\n.*?<!-- ladder:end -->", re.DOTALL)
 PLOT = "bench/ladder.png"  # relative to the root, shown in the README
 
@@ -132,9 +124,15 @@ def ladder(run: Run, seqlen: int | None = None) -> Ladder:
 
 def _label(row: Row) -> str:
     if row.rung is not None:
-        known = {r.number: r.name for r in RUNGS}
-        return f"rung {row.rung}: {known.get(row.rung, row.kernel)}"
-    label = PEERS.get(row.kernel, row.kernel)
+        names = {rung.number: rung.name for rung in rungs.RUNGS}
+        return f"rung {row.rung}: {names.get(row.rung, row.kernel)}"
+    label = {
+        "fa3_lib": "fa3_lib",
+        "fa2": "FA2 (PyTorch)",
+        "cudnn": "cuDNN",
+        "fa3": "FA3 (C++)",
+        "fa4": "FA4 (CuTe DSL)",
+    }.get(row.kernel, row.kernel)
     return f"{label}, fp8" if row.dtype == "fp8" else label
 
 
@@ -142,7 +140,7 @@ def _order(line: Line) -> tuple:
     """Rungs by number, the library, peers; fp8 after 16 bit."""
     fp8 = line.dtype == "fp8"
     if line.kernel in PEERS:
-        return (2, fp8, list(PEERS).index(line.kernel))
+        return (2, fp8, PEERS.index(line.kernel))
     rung = line.rows[0].rung
     if rung is None:
         return (1, fp8, 0)
@@ -210,68 +208,69 @@ def update_readme(run: Run | None) -> bool:
 
 def draw(table: Ladder, path: Path) -> None:
     """Bars of the ladder at head dim 128 (or the first), and speed against sequence length where there are lengths."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    run = table.run
+    from fa3_course import plots
+
     main = next((c for c in table.columns if c.head_dim == 128 and not c.causal), table.columns[0])
     bars = [line for line in table.lines if main in line.cells]
     curves = [line for line in table.lines if len(_by_length(line, main)) > 2 and line.dtype != "fp8"]
-    figure = Figure(figsize=(13, 1.6 + 0.42 * max(len(bars), 6)), layout="constrained", dpi=110)
-    axes = figure.subplots(1, 2 if curves else 1, squeeze=False)[0]
-    _draw_bars(axes[0], table, bars, main)
-    if curves:
-        _draw_curves(axes[1], curves, main)
-    figure.suptitle(f"{run.gpu}, one run, {run.date[:10]}", x=0.01, ha="left", fontsize=10, color="#555555")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # which run it shows, for the test that compares README and rows
-    figure.savefig(path, metadata={"Source": run.path.name if run.path else "", "Software": None})
+    heights = [0.6 + 0.36 * max(len(bars), 3), 3.8][: 2 if curves else 1]
+    with rc_context():
+        plots.use_style()
+        figure = Figure(figsize=(plots.WIDTH, sum(heights) + 0.5))
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+        _draw_bars(axes[0], table, bars, main)
+        if curves:
+            _draw_curves(axes[1], curves, main)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # which run it shows, for the test that compares README and rows
+        figure.savefig(path, metadata={"Source": table.run.path.name if table.run.path else ""})
 
 
 def _colour(line: Line) -> str:
-    return LIBRARY if line.kernel == "fa3_lib" else OURS if line.ours else OTHERS
+    from fa3_course import plots
+
+    return plots.KERNELS.get(line.kernel, ("", plots.GREY, ""))[1]
 
 
 def _draw_bars(ax, table: Ladder, lines: list[Line], column: Column) -> None:
     rows = [line.cells[column] for line in lines]
-    flops = [r.tflops * r.ms for r in rows]  # 1e9 operations: time's quartiles become speed's
-    low = [r.tflops - f / (r.ms_p75 or r.ms) for r, f in zip(rows, flops, strict=True)]
-    high = [f / (r.ms_p25 or r.ms) - r.tflops for r, f in zip(rows, flops, strict=True)]
+    work = [r.tflops * r.ms for r in rows]  # 1e9 operations: the quartiles of time become those of speed
+    low = [max(r.tflops - w / (r.ms_p75 or r.ms), 0) for r, w in zip(rows, work, strict=True)]
+    high = [max(w / (r.ms_p25 or r.ms) - r.tflops, 0) for r, w in zip(rows, work, strict=True)]
+    speeds = [r.tflops for r in rows]
     drawn = ax.barh(
         range(len(lines)),
-        [r.tflops for r in rows],
-        xerr=[[max(x, 0) for x in low], [max(x, 0) for x in high]],
+        speeds,
+        xerr=[low, high],
         color=[_colour(line) for line in lines],
         height=0.62,
         error_kw={"elinewidth": 1, "ecolor": "#333333"},
     )
-    ax.bar_label(
-        drawn,
-        [f"{r.tflops:.0f}" for r in rows],
-        padding=5,
-        fontsize=9,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-    )
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    ax.bar_label(drawn, [f"{speed:.0f}" for speed in speeds], padding=5, fontsize=10, bbox=box)
     ax.set_yticks(range(len(lines)), [line.label for line in lines])
     ax.invert_yaxis()
-    for dtype, tflops in table.cublas.items():
-        if any(line.dtype == dtype and line.ours for line in lines):
-            ax.axvline(tflops, color="#333333", linestyle="--", linewidth=1)
-            ax.annotate(
-                f"cuBLAS {dtype}",
-                (tflops, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-            )
-    ax.set_xlim(
-        0, 1.14 * max([*(r.tflops for r in rows), *(table.cublas.get(line.dtype, 0) for line in lines if line.ours)])
-    )
-    ax.set_xlabel(f"TFLOP/s, forward, {column}, sequence length {table.seqlen} (median and quartiles)")
+    yardsticks = {dtype: top for dtype, top in table.cublas.items() if any(x.dtype == dtype and x.ours for x in lines)}
+    for dtype, top in yardsticks.items():
+        ax.axvline(top, color="#333333", linestyle="--", linewidth=1)
+        ax.annotate(
+            f"cuBLAS {dtype}",
+            (top, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 6),
+            textcoords="offset points",
+            fontsize=9,
+        )
+    ax.set_xlim(0, 1.15 * max([*speeds, *yardsticks.values()]))
+    ax.grid(False, axis="y")
     ax.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
+    ax.spines["left"].set_visible(False)
+    ax.set_title(f"{table.run.gpu}: forward, {column}, {table.seqlen} tokens, TFLOP/s (median, quartiles)")
 
 
 def _by_length(line: Line, column: Column) -> list[Row]:
@@ -280,27 +279,20 @@ def _by_length(line: Line, column: Column) -> list[Row]:
 
 
 def _draw_curves(ax, lines: list[Line], column: Column) -> None:
-    lines = sorted(lines, key=lambda line: -_by_length(line, column)[-1].tflops)  # the legend reads as the curves end
-    for i, line in enumerate(lines):
+    from fa3_course import plots
+
+    for line in lines:
         rows = _by_length(line, column)
+        marker = plots.KERNELS.get(line.kernel, ("", "", "."))[2]
+        x, y = [r.seqlen for r in rows], [r.tflops for r in rows]
         ax.plot(
-            [r.seqlen for r in rows],
-            [r.tflops for r in rows],
-            color=_colour(line),
-            linestyle="-" if line.ours else ("--", ":", "-.", (0, (5, 1)))[i % 4],
-            marker="osD^vP*X"[i % 8],
-            markersize=4,
-            linewidth=2.2 if line.kernel == "fa3_lib" else 1.2,
-            label=line.label,
+            x, y, color=_colour(line), marker=marker, label=line.label, linewidth=3 if line.kernel == "fa3_lib" else 1.5
         )
-    ax.set_xscale("log", base=2)
-    lengths = sorted({r.seqlen for line in lines for r in _by_length(line, column)})
-    ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    plots.powers_of_two(ax, sorted({r.seqlen for line in lines for r in _by_length(line, column)}))
     ax.set_ylim(0)
-    ax.set_xlabel(f"sequence length ({column}, 16k tokens in all; 32k alone)")
-    ax.set_ylabel("TFLOP/s")
-    ax.grid(axis="y", color="#dddddd", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
+    ax.set(
+        xlabel="sequence length (16k tokens in all)",
+        ylabel="TFLOP/s",
+        title=f"The same against sequence length, {column}",
+    )
+    plots.name_lines(ax, fontsize=9)

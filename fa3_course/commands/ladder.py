@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from fa3_course import ladder as ladders
-from fa3_course import paths
 
 NOTHING = "No run on a GPU is stored in bench/results. On a Hopper, `fa3 bench` writes one."
 
@@ -99,7 +98,7 @@ def _show(table: ladders.Ladder) -> None:
     console.print(view)
     tops = ", ".join(f"{dtype} {tflops:.0f}" for dtype, tflops in sorted(table.cublas.items())) or "not measured"
     console.print(
-        f"[dim]{run.gpu}, {run.date[:10]}, sequence length {table.seqlen}, cuBLAS {tops}; {run.path.relative_to(paths.checkout())}[/]"
+        f"[dim]{run.gpu}, {run.date[:10]}, sequence length {table.seqlen}, cuBLAS {tops}; bench/results/{run.path.name}[/]"
     )
     if table.stale:
         console.print("[yellow]* its source has changed since this run: `fa3 bench` measures anew[/]")

@@ -752,7 +752,7 @@ display(shown)
 # 3.9), so the rung widens them to fp32 when it is interpreted. A test in `tests/chapters/` shows the fault.
 #
 # The next cells check the kernel on this machine; look into its machine code, which Triton compiles for a Hopper without
-# needing one; and show its speed where that means something: stored rows from a Hopper, all of one run, and your own card if
+# needing one (the picture shows both loops, left without masks, right with them); and show its speed where that means something: stored rows from a Hopper, all of one run, and your own card if
 # you have one. TFLOP/s count `4 · seqlen² · head_dim` per head, half of it when causal.
 
 # %%
@@ -789,7 +789,7 @@ if rung2 is not None:
             "copies ahead (LDGSTS)": ("LDGSTS",),
         }
         plots.instruction_strip(ax, sass.read_text(), groups)
-        ax.set_title("Rung 2's machine code: products and exponentials in blocks, one after the other")
+        ax.set_title("Rung 2: product, wait, exponentials, product, wait, in both loops")
         plt.show()
     print(f"{report.registers} registers per thread, {report.stack} bytes spilled, {report.instructions} instructions")
 

@@ -1,4 +1,4 @@
-"""Rung 0: attention as three PyTorch calls (runs on a CPU and on any GPU).
+"""Rung 0: attention as a few PyTorch calls (runs on a CPU and on any GPU).
 
 Starts the ladder   scores = Q K^T, weights = softmax(scores), out = weights V; each result goes through memory
 Expect              right numbers, and (batch, heads, seqlen_q, seqlen_k) score and weight matrices that fill a card
@@ -8,6 +8,8 @@ Look for            the peak memory, which grows with the square of the sequence
 import math
 
 import torch
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def attention(
@@ -20,7 +22,7 @@ def attention(
     """softmax(scale * Q K^T) V, unfused.
 
     Args:
-        q: `(batch, seqlen_q, heads, head_dim)` torch tensor, any float dtype.
+        q: `(batch, seqlen_q, heads, head_dim)` torch tensor, fp16, bf16, fp32 or fp64.
         k: `(batch, seqlen_k, kv_heads, head_dim)`; query head i reads KV head `i // (heads // kv_heads)`.
         v: `(batch, seqlen_k, kv_heads, head_dim_v)`.
         softmax_scale: factor on the scores; `head_dim ** -0.5` when None.
@@ -31,7 +33,7 @@ def attention(
         lse `(batch, heads, seqlen_q)` fp32, natural log with the scale included, -inf in such rows.
 
     Raises:
-        TypeError: for anything but floating-point torch tensors of one dtype.
+        TypeError: for anything but torch tensors of one of these dtypes.
         ValueError: for shapes that do not fit together.
     """
     check_inputs(q, k, v)
@@ -54,10 +56,9 @@ def attention(
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuses, by name, what `attention` cannot take."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype != q.dtype:
-            raise TypeError(
-                f"{name} must be a floating-point torch tensor of q's dtype, got {getattr(x, 'dtype', x)!r}"
-            )
+        if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES or x.dtype != q.dtype:
+            got = getattr(x, "dtype", type(x))
+            raise TypeError(f"{name} must be a torch tensor of fp16, bf16, fp32 or fp64 like q, got {got}")
         if x.ndim != 4:
             raise ValueError(f"{name} must be (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
     if q.shape[3] == 0:

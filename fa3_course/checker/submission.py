@@ -103,6 +103,7 @@ def from_functions(exercise: Exercise, functions: tuple[Callable, ...]) -> Submi
             started = True
             continue
         files[code.co_filename] = "your cell" if "ipykernel" in code.co_filename else Path(code.co_filename).name
+        linecache.checkcache(code.co_filename)
         text = "".join(linecache.getlines(code.co_filename))
         started |= not stubs.untouched(text, exercise.solution, exercise.number)
     return Submission(functions, files, "this notebook", started)

@@ -167,6 +167,45 @@ def roofline(ax: Axes, machines: Mapping[str, tuple[float, float]], reach: tuple
     ax.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory traffic", ylabel="attainable TFLOP/s")
 
 
+def grouped_bars(ax: Axes, names: Sequence[str], series: Iterable[tuple[str, Sequence[float], str]]) -> None:
+    """Horizontal bars, one group per name from the top down, one bar per series (label, values, colour)."""
+    series = list(series)
+    height = 0.78 / len(series)
+    for i, (label, values, colour) in enumerate(series):
+        y = np.arange(len(names)) + (i - (len(series) - 1) / 2) * height
+        ax.barh(y, values, height=0.92 * height, color=colour, label=label)
+    ax.set_yticks(range(len(names)), names)
+    ax.grid(axis="y", visible=False)
+    ax.invert_yaxis()
+    ax.legend()
+
+
+def levels(
+    ax: Axes,
+    names: Sequence[str],
+    bounds: Mapping[str, tuple[Sequence[float], str]],
+    points: Mapping[str, tuple[Sequence[float | None], str, str]],
+) -> None:
+    """Bounds as horizontal strokes and measurements as points, one column per name.
+
+    Args:
+        bounds: label -> (one value per name, colour).
+        points: label -> (one value per name, None where there is none; colour; marker).
+    """
+    x = np.arange(len(names))
+    for label, (values, colour) in bounds.items():
+        ax.hlines(values, x - 0.4, x + 0.4, colors=colour, label=label)
+    shown = {label: point for label, point in points.items() if any(v is not None for v in point[0])}
+    for i, (label, (values, colour, marker)) in enumerate(shown.items()):
+        # side by side, so that equal values stay apart
+        at = x + 0.16 * (i - (len(shown) - 1) / 2)
+        ax.plot(at, [np.nan if v is None else v for v in values], marker, color=colour, label=label)
+    ax.set_xticks(x, names)
+    ax.set_xlim(-0.5, len(names) - 0.5)
+    ax.grid(axis="x", visible=False)
+    ax.legend(fontsize=8.5, ncols=2, loc="upper left", columnspacing=0.8, handletextpad=0.5)
+
+
 def tile_map(ax: Axes, allowed: np.ndarray, tile_m: int, tile_n: int) -> tuple[int, int, int]:
     """A mask cut into tiles: skipped tiles are white, masked ones light, whole ones dark; forbidden scores are dotted.
 

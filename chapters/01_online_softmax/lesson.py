@@ -39,6 +39,7 @@ import inspect
 import json
 import math
 import tempfile
+import textwrap
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -200,8 +201,14 @@ right.axvline(math.log(65504), color=plots.RED, label="exp overflows fp16")
 right.set(xlabel="largest score of a row", ylabel="rows", title="Scores of a real text")
 right.legend()
 plt.show()
+overflows = (text_scores.max(axis=-1) > math.log(65504)).any(axis=-1)  # (layers, heads)
+print(
+    f"{overflows.sum()} of {overflows.size} heads hold rows whose exponentials overflow; largest score {text_scores.max():.0f}"
+)
 
 # %% [markdown]
+# Most heads of this small model stay below, a few do not. One is enough to turn all following layers into NaN.
+#
 # Safe softmax reads each row three times: for the maximum, for the sum, for the division. A GPU would write the scores to
 # memory in between. The next idea merges the first two readings, and then the third.
 #
@@ -262,8 +269,8 @@ reveal("new maxima in a row of 1024", guess, records.mean())
 print(f"score i is the largest so far with probability 1/i: 1 + 1/2 + ... = {(1 / np.arange(1, 1025)).sum():.2f}")
 
 # %% [markdown]
-# So few. A kernel corrects once per *tile* of keys whether the maximum changed or not, because a branch costs more than a
-# multiplication. Keep this number in mind: chapter 3 comes back to it ("lazy rescale").
+# So few. A kernel corrects once per *tile* of keys whether the maximum changed or not, because a branch per row would cost
+# more than the multiplication. Keep this number in mind: chapter 3 comes back to it ("lazy rescale").
 #
 # ## 4. Tiles, and the value rows too
 #
@@ -412,7 +419,7 @@ plt.show()
 # $$
 #
 # This operation is associative and commutative, up to rounding. Its neutral element is the empty row: out 0, lse `-inf`.
-# Long-context decoding (split-KV), ring attention over many GPUs and prefix caching all rest on it. Let us try to break it:
+# Long-context decoding (split-KV), ring attention over many GPUs and shared prefixes (cascade attention) all rest on it. Let us try to break it:
 # cut 512 keys at random places (empty pieces included), shuffle the pieces, merge them in a random tree.
 
 
@@ -701,7 +708,7 @@ MACHINES = {"H100": (989.4, 3.35), "H200": (989.4, 4.8)}
 fig, (left, right) = plots.figure(2, height=3.9)
 for name, count, colour in (
     ("unfused", unfused_bytes, plots.RED),
-    ("fused, from L2", fused_l2_bytes, plots.ORANGE),
+    ("fused, from L2", fused_l2_bytes, plots.GREEN),
     ("fused, each once", tensor_bytes, plots.BLUE),
 ):
     left.plot(lengths, [count(int(n)) / 1e9 for n in lengths], color=colour, label=name)
@@ -710,7 +717,7 @@ plots.powers_of_two(left, lengths[::2])
 left.legend()
 
 plots.roofline(right, MACHINES)
-for name, count, colour in (("unfused", unfused_bytes, plots.RED), ("fused", tensor_bytes, plots.ORANGE)):
+for name, count, colour in (("unfused", unfused_bytes, plots.RED), ("fused", tensor_bytes, plots.GREEN)):
     x = [attention_flops(n) / count(n) for n in (1024, 4096, 16384)]
     y = [min(MACHINES["H200"][0], f * MACHINES["H200"][1]) for f in x]
     right.plot(x, y, marker="s", color=colour, label=f"{name} at 1k, 4k, 16k")
@@ -720,11 +727,14 @@ plt.show()
 
 for name, (peak, bandwidth) in MACHINES.items():
     bound = attention_flops(TOKENS) / unfused_bytes(TOKENS) * bandwidth
-    print(f"{name}: unfused attention at 16k reaches at most {bound:.0f} TFLOP/s, {bound / peak:.0%} of the peak")
+    # fused attention does seqlen / 2 operations per byte: the corner of the roof is peak / bandwidth
+    flat = 2 * peak / bandwidth
+    print(f"{name}: unfused at most {bound:.0f} TFLOP/s at 16k, {bound / peak:.0%} of the peak;", end=" ")
+    print(f"fused no longer limited by memory from {flat:.0f} tokens on")
 
 # %% [markdown]
 # Unfused attention sits on the slope: it does `head_dim / 2` operations per byte however long the text is, and only more memory
-# bandwidth would help (H200 over H100). Fused attention leaves the slope at about 600 tokens. From then on memory is not
+# bandwidth would help (H200 over H100). Fused attention leaves the slope after a few hundred tokens. From then on memory is not
 # the limit, and everything in chapters 2 to 4 is about keeping the arithmetic units busy.
 #
 # ## 11. Rung 2: the loop as a GPU kernel
@@ -737,7 +747,7 @@ try:
     rung2 = rungs.find("2").module()
     body = inspect.getsource(getattr(rung2.attend, "fn", rung2.attend))
     start, stop = body.index("        scores = tl.dot"), body.index("        K += ")
-    shown = Markdown(f"```python\n{inspect.cleandoc('x' + chr(10) + body[start:stop])[2:]}\n```")
+    shown = Markdown(f"```python\n{textwrap.dedent(body[start:stop])}```")
 except ImportError as reason:  # Triton has wheels for Linux only
     rung2, shown = None, Markdown(f"*Not on this machine: {reason}*")
 display(shown)
@@ -861,32 +871,26 @@ measured = {
 }
 
 fig, (left, right) = plots.figure(2, height=4, widths=(1, 1.25))
-units = {"tensor cores": plots.BLUE, "MUFU": plots.RED, "issue slots": plots.ORANGE}
-for i, (name, colour) in enumerate(units.items()):
-    y = np.arange(len(dims)) + (i - 1) * 0.26
-    left.barh(y, [clocks(d)[i] for d in dims], height=0.24, color=colour, label=name)
-left.set_yticks(range(len(dims)), [f"d {d}" for d in dims])
+names = [f"d {d}" for d in dims]
+units = zip(*(clocks(d) for d in dims), strict=True)
+colours = (plots.BLUE, plots.RED, plots.GREEN)
+plots.grouped_bars(left, names, zip(("tensor cores", "MUFU", "issue slots"), units, colours, strict=True))
 left.set(xlabel="clocks per 128 x 128 tile", title="Busy time of each unit")
-left.grid(axis="y", visible=False)
-left.invert_yaxis()
-left.legend()
 
-for i, d in enumerate(dims):
-    right.hlines(100 * no_overlap(d), i - 0.4, i + 0.4, plots.BLUE, label="bound: WGMMA, no overlap")
-    right.hlines(100 * no_overlap(d, MMA_SYNC), i - 0.4, i + 0.4, plots.RED, label="bound: mma.sync, no overlap")
-    for name, marker in (("FA3", "D"), ("FA2", "v")):
-        label = f"paper, H100: {name}"
-        right.plot(i - 0.15, 100 * PAPER[name][d] / PEAK, marker, color=plots.GREY, label=label)
-    for kernel, rows in measured.items():
-        label, colour, marker = plots.KERNELS[kernel]
-        for row in rows[i]:
-            right.plot(i + 0.15, 100 * row.tflops / PEAK, marker, color=colour, label=f"stored: {label}")
-right.set_xticks(range(len(dims)), [f"d {d}" for d in dims])
-right.set(ylabel="% of the tensor cores' peak", ylim=(0, 139), xlim=(-0.5, 2.5), title="Bounds and measurements")
+bounds_drawn = {
+    "bound: WGMMA, no overlap": ([100 * no_overlap(d) for d in dims], plots.BLUE),
+    "bound: mma.sync, no overlap": ([100 * no_overlap(d, MMA_SYNC) for d in dims], plots.RED),
+}
+points = {
+    f"paper, H100: {name}": ([100 * PAPER[name][d] / PEAK for d in dims], plots.GREY, marker)
+    for name, marker in (("FA2", "v"), ("FA3", "D"))
+}
+for kernel, rows in measured.items():
+    label, colour, marker = plots.KERNELS[kernel]
+    points[f"stored: {label}"] = ([100 * r[0].tflops / PEAK if r else None for r in rows], colour, marker)
+plots.levels(right, names, bounds_drawn, points)
+right.set(ylabel="% of the tensor cores' peak", ylim=(0, 139), title="Bounds and measurements")
 right.set_yticks(range(0, 101, 20))
-right.grid(axis="x", visible=False)
-legend = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))  # each name once
-right.legend(legend.values(), legend.keys(), fontsize=8.5, ncols=2, loc="upper left", columnspacing=0.8)
 plt.show()
 
 table = [
@@ -896,7 +900,8 @@ table = [
 for i, d in enumerate(dims):
     cells = [f"{rows[i][0].tflops:.0f}" if rows[i] else "no row yet" for rows in measured.values()]
     table.append(f"| {d} | {PAPER['FA2'][d]} | {PAPER['FA3'][d]} | {' | '.join(cells)} |")
-display(Markdown("TFLOP/s, forward, full, 16k tokens (paper: H100, fp16; stored: bf16):\n\n" + "\n".join(table)))
+title = "TFLOP/s, forward, full, 16k tokens (paper: H100, fp16; stored: bf16):"
+display(Markdown(f"{title}\n\n" + "\n".join(table)))
 
 # %% [markdown]
 # Read the right-hand plot from below. FA2's measured points lie under the red bound: products at the old instruction's rate,
@@ -909,7 +914,7 @@ display(Markdown("TFLOP/s, forward, full, 16k tokens (paper: H100, fp16; stored:
 # That is the program of the next chapters: feed WGMMA by TMA (chapter 2), then overlap (chapter 3).
 #
 # > **You may read:** *FA3 reaches 740 TFLOP/s* and *softmax is 100 % hidden behind the products*.
-# > **What is so:** 740 is the rounded headline of the paper's abstract; its tallest bar is the 756 at head dim 256 above, and at head dim
+# > **What is so:** 740 is the rounded headline in the abstract of the paper's first version; its tallest bar is the 756 at head dim 256 above, and at head dim
 # > 128 the same chart ends at 648. How much is hidden is a number to measure, kernel by kernel: full overlap would put every
 # > point at 100 %.
 

@@ -34,7 +34,7 @@ help:
 # pip skips what is installed already, so a change of the pins costs only the difference
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 $(MAKECMDGOALS)")'
-	@echo "Installing into .venv. The first time this downloads about 3.1 GB on Linux (PyTorch with CUDA; 0.7 GB"
+	@echo "Installing into .venv. The first time this downloads about 3 GB on Linux (PyTorch with CUDA; 0.7 GB"
 	@echo "without, see README: Laptop) and 0.3 GB on macOS. nvidia-cutlass-dsl comes under NVIDIA's own licence."
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[course,test]'

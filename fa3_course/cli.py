@@ -46,24 +46,22 @@ app = typer.Typer(
 )
 
 
-def _load(module: str, function: str):
-    """The command's function, or a one-line refusal when its module cannot be imported."""
-    try:
-        return getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        if error.name and error.name.partition(".")[0] in ("fa3_course", "fa3_lib", "hopper_sim", "bench"):
-            raise SystemExit(f"fa3: this version of the course has no module {error.name}") from None
-        raise SystemExit(f"fa3: {error.name} is not installed; `fa3 doctor` says what to do") from None
+def _missing(error: ModuleNotFoundError) -> str:
+    """What to say about a module that is not there: the course's own, or a package's."""
+    if (error.name or "").partition(".")[0] in ("fa3_course", "fa3_lib", "hopper_sim", "bench"):
+        return f"fa3: this version of the course has no module {error.name}"
+    return f"fa3: {error.name} is not installed; `fa3 doctor` says what to do"
 
 
 def _add(name: str, module: str, function: str, help_line: str) -> None:
     """Registers `name` so that its arguments are read by the module's own typer function."""
 
     def forward(context: typer.Context) -> None:
+        call = getattr(importlib.import_module(module), function)
         if name in PASSED_THROUGH:
-            raise SystemExit(_load(module, function)(context.args))
+            raise SystemExit(call(context.args))
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        command.command()(_load(module, function))
+        command.command()(call)
         command(args=context.args, prog_name=f"fa3 {name}")
 
     app.command(
@@ -79,10 +77,12 @@ for _name, _entry in COMMANDS.items():
 
 
 def main() -> None:
-    """Runs the command; a refusal of the course's own (no checkout, say) is one line, not a traceback."""
+    """Runs the command; a refusal of the course's own (no checkout, a missing package) is one line, not a traceback."""
     from fa3_course.paths import CheckoutMissing
 
     try:
         app(prog_name="fa3")
     except CheckoutMissing as error:
         sys.exit(f"fa3: {error}")
+    except ModuleNotFoundError as error:
+        sys.exit(_missing(error))

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import typer
@@ -90,10 +91,18 @@ def look_requirements(pyproject: Path) -> list[tuple[str, Requirement]]:
 
 
 def look_pins(constraints: Path) -> dict[str, str]:
-    """Package -> the version that was tested, for this platform."""
+    """Package -> the version that `make` installs and the tests run with."""
     lines = (line.partition("#")[0].strip() for line in constraints.read_text().splitlines())
-    pins = [Requirement(line) for line in lines if line]
-    return {r.name: str(next(iter(r.specifier)).version) for r in pins if r.marker is None or r.marker.evaluate()}
+    return {r.name: next(iter(r.specifier)).version for r in map(Requirement, filter(None, lines))}
+
+
+def look_also_tested(pyproject: Path) -> dict[str, set[str]]:
+    """Package -> other versions that were tested."""
+    found: dict[str, set[str]] = {}
+    for line in tomllib.loads(pyproject.read_text())["tool"]["fa3-doctor"]["also-tested"]:
+        name, version = line.split("==")
+        found.setdefault(name, set()).add(version)
+    return found
 
 
 def look_installed(names: list[str]) -> dict[str, str]:
@@ -107,13 +116,18 @@ def look_installed(names: list[str]) -> dict[str, str]:
 
 
 def judge_package(
-    group: str, requirement: Requirement, installed: Mapping[str, str], pins: Mapping[str, str]
+    group: str,
+    requirement: Requirement,
+    installed: Mapping[str, str],
+    pins: Mapping[str, str],
+    also_tested: Mapping[str, set[str]] = MappingProxyType({}),
 ) -> Finding:
     """Missing or outside the supported range is bad (for what only tests need, a warning); untested is a warning."""
     name, pin = requirement.name, pins.get(requirement.name, "")
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     fix = f"{PIP} install '{name}{extras}{f'=={pin}' if pin else requirement.specifier}'"
-    expected = f"tested: {pin}" if pin else str(requirement.specifier)
+    tested = {Version(v).public for v in (pin, *also_tested.get(name, ())) if v}
+    expected = f"tested: {', '.join(sorted(tested, reverse=True))}" if tested else str(requirement.specifier)
     serious: Status = "warn" if group == "test" else "bad"
     found = installed.get(name)
     if found is None:
@@ -121,7 +135,7 @@ def judge_package(
     if not requirement.specifier.contains(found, prereleases=True):
         return Finding(name, serious, found, f"{requirement.specifier} ({expected})", fix)
     # 2.13.0+cpu is the tested 2.13.0 in another build
-    if pin and Version(found).public != Version(pin).public:
+    if tested and Version(found).public not in tested:
         return Finding(name, "warn", found, expected)
     return Finding(name, "ok", found, expected)
 
@@ -328,14 +342,14 @@ def examine(network: bool = True) -> list[Finding]:
     """Every finding for this machine, in the order in which they are shown."""
     root = paths.checkout()
     requirements = look_requirements(root / "pyproject.toml")
-    pins = look_pins(root / "constraints.txt")
+    pins, also_tested = look_pins(root / "constraints.txt"), look_also_tested(root / "pyproject.toml")
     installed = look_installed([r.name for _, r in requirements] + ["nvidia-cutlass"])
     findings = [judge_python(sys.version_info[:2]), judge_platform(platform.system(), platform.machine())]
     if "torch" in installed:
         import torch
 
         findings += judge_gpu(look_gpu(), look_driver(), torch.version.cuda)
-    findings += [judge_package(group, r, installed, pins) for group, r in requirements]
+    findings += [judge_package(group, r, installed, pins, also_tested) for group, r in requirements]
     findings += judge_namesake(installed)
     if "nvidia-cutlass-dsl" in installed:
         findings.append(look_dsl())

@@ -49,14 +49,21 @@ def test_unknown_command_and_option():
     assert done.exit_code == 2 and "--nonsense" in done.output
 
 
-def test_a_missing_package_is_one_line(monkeypatch):
+@pytest.mark.parametrize(
+    "missing, message",
+    [
+        ("torch", "torch is not installed; `fa3 doctor`"),
+        ("fa3_course.commands.demo", "this version of the course has no module"),
+    ],
+)
+def test_what_is_missing_is_one_line(monkeypatch, missing, message):
     def absent(module):
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
     monkeypatch.setattr(cli.importlib, "import_module", absent)
-    done = fa3("demo")
-    assert done.exit_code != 0
-    assert "torch is not installed; `fa3 doctor`" in str(done.exception) + done.output
+    monkeypatch.setattr(sys, "argv", ["fa3", "demo"])
+    with pytest.raises(SystemExit, match=message):
+        cli.main()
 
 
 def test_without_a_checkout_one_line_says_so(monkeypatch):

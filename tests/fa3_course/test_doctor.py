@@ -21,12 +21,12 @@ def statuses(findings) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "found, status",
-    [("3.7.1", "ok"), ("3.7.1+git1", "ok"), ("3.6.0", "warn"), ("3.5.0", "bad"), (None, "bad")],
-    ids=["pin", "pin, other build", "in range", "out of range", "missing"],
+    [("3.7.1", "ok"), ("3.7.1+git1", "ok"), ("3.6.0", "ok"), ("3.6.1", "warn"), ("3.5.0", "bad"), (None, "bad")],
+    ids=["pin", "pin, other build", "tested too", "in range", "out of range", "missing"],
 )
 def test_package(found, status):
     installed = {"triton": found} if found else {}
-    finding = doctor.judge_package("core", Requirement("triton>=3.6"), installed, PINS)
+    finding = doctor.judge_package("core", Requirement("triton>=3.6"), installed, PINS, {"triton": {"3.6.0"}})
     assert finding.status == status
     assert ("pip install 'triton==3.7.1'" in finding.fix) == (status == "bad")
 

@@ -7,7 +7,10 @@ whose needs are missing (torch on a workshop laptop, say) does not take the othe
 import importlib
 import sys
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:
+    sys.exit("fa3: the command needs the course's packages: pip install '.[course]' in the clone, or `make demo`")
 
 # name: (module, function, help line)
 COMMANDS = {

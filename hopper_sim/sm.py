@@ -25,7 +25,7 @@ class Report:
 
     Attributes:
         cycles: from the start of the first CTA to the end of the last, launch latency included.
-        busy: cycles served per unit. flops: of all WGMMAs. ctas: how many ran.
+        busy: cycles served per unit. flops: of all WGMMAs. cta_ends: when each CTA ended.
         timeline: events per role and per unit, in cycles.
     """
 
@@ -33,7 +33,7 @@ class Report:
     flops: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
-    ctas: int = 0
+    cta_ends: list[float] = field(default_factory=list)
 
     def share(self, unit: str) -> float:
         """The fraction of the time that a unit was busy."""
@@ -50,9 +50,9 @@ class Report:
         """`other` ran after this one on the same SM."""
         self.timeline.lanes += [lane for lane in other.timeline.lanes if lane not in self.timeline.lanes]
         self.timeline.events += other.timeline.shifted(self.cycles)
+        self.cta_ends += [self.cycles + end for end in other.cta_ends]
         self.cycles += other.cycles
         self.flops += other.flops
-        self.ctas += other.ctas
         for unit, cycles in other.busy.items():
             self.busy[unit] = self.busy.get(unit, 0.0) + cycles
 
@@ -196,7 +196,11 @@ class SM:
                 role.coroutine.close()
         self.timeline.lanes = [role.name for role in self.roles] + [*UNITS, "TMA in flight"]
         return Report(
-            self.clock.now, self.flops, {name: unit.busy for name, unit in self.units.items()}, self.timeline, 1
+            self.clock.now,
+            self.flops,
+            {name: unit.busy for name, unit in self.units.items()},
+            self.timeline,
+            [self.clock.now],
         )
 
     def _allot_registers(self) -> None:

@@ -65,6 +65,9 @@ def configuration(number: str, head_dim: int, causal: bool, **changes: int) -> F
     """The configuration of a rung for head dims up to 256; `changes` (stages, tile_n, ...) replace its values."""
     if not 1 <= head_dim <= max(HEAD_DIMS) or head_dim % 8:
         raise ValueError(f"head_dim = {head_dim} must be a multiple of 8 up to {max(HEAD_DIMS)}")
+    if number == "11" and head_dim > 128:
+        text = f"rung 11 keeps a second accumulator as wide as O: for head_dim {head_dim} both need more registers than a thread has"
+        raise ValueError(f"{text}; take head_dim up to 128, or rung 10")
     config = replace(forward_config(head_dim, head_dim, causal), **{**rung(number).changes, **changes})
     if rung(number).fp8 and config.tile_n % 32:
         config = replace(config, tile_n=config.tile_n // 32 * 32)  # whole k-steps of 32 keys

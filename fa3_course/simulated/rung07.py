@@ -1,14 +1,47 @@
 """Rung 7 on the simulated SM: inside a consumer, the softmax of a block runs under the PV of the block before.
 
 Adds to rung 6      QK(n) is issued before PV(n + 1); the softmax of n starts when QK(n) is done and PV(n + 1) still runs
+                    the producer loads in that order
 Look at             wait_group(1): the younger of two groups may stay in flight
 """
 
 from dataclasses import replace
 
-from fa3_course.simulated import parts, rung05
+from fa3_course.simulated import parts
 from fa3_lib.config import WGMMA_M
 from hopper_sim import SM, RegisterTile, Role
+
+
+async def load_blocks(
+    warp: Role,
+    p: parts.Problem,
+    t: parts.Tiles,
+    tile: tuple[int, int, int],
+    first: int,
+    after_first_k,
+    load_v=parts.load_v,
+) -> None:
+    """K(n), then V(n + 1): the order in which the consumers use them. Calls `await after_first_k()` behind the first K."""
+    stages, blocks = p.config.stages, p.blocks(tile[0])
+    for i in range(len(blocks) + 1):
+        slot, phase = (first + i) % stages, (first + i) // stages % 2
+        last_slot, last_phase = (first + i - 1) % stages, (first + i - 1) // stages % 2
+        if i < len(blocks):
+            await t.k_empty[slot].wait(phase ^ 1)
+            parts.load_k(warp, p, t, tile, blocks[i], slot)
+        if i == 0:
+            await after_first_k()
+        else:
+            await t.v_empty[last_slot].wait(last_phase ^ 1)
+            load_v(warp, p, t, tile, blocks[i - 1], last_slot)
+
+
+async def producer(warp: Role, p: parts.Problem, t: parts.Tiles, tile: tuple[int, int, int]) -> None:
+    async def query() -> None:
+        parts.load_q(warp, p, t, tile)
+
+    await warp.setmaxnreg(p.config.producer_registers)
+    await load_blocks(warp, p, t, tile, 0, query)
 
 
 async def attend(
@@ -76,6 +109,6 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tu
 def build(sm: SM, p: parts.Problem, tile: tuple[int, int, int]) -> None:
     """One CTA: tile_m query rows, at least two consumers."""
     t = replace(parts.make_tiles(sm, p), turns=parts.make_turns(sm, p.config))
-    sm.role("producer", rung05.producer, p, t, tile, threads=parts.WARP)
+    sm.role("producer", producer, p, t, tile, threads=parts.WARP)
     for me, name in enumerate(parts.consumer_names(p.config)):
         sm.role(name, consumer, me, p, t, tile)

@@ -15,25 +15,17 @@ Work = list[tuple[int, int, int]]
 
 
 async def producer(warp: Role, p: parts.Problem, t: parts.Tiles, work: Work) -> None:
-    c = p.config
-    await warp.setmaxnreg(c.producer_registers)
+    await warp.setmaxnreg(p.config.producer_registers)
     count = 0  # blocks put through the rings so far
     for number, tile in enumerate(work):
-        q_loaded = False
-        for n in p.blocks(tile[0]):
-            slot, phase = count % c.stages, count // c.stages % 2
-            await t.k_empty[slot].wait(phase ^ 1)
-            parts.load_k(warp, p, t, tile, n, slot)
-            if not q_loaded:  # after the first K: its slot is free before Q's memory is
-                await t.q_empty.wait(number % 2 ^ 1)
-                parts.load_q(warp, p, t, tile)
-                q_loaded = True
-            await t.v_empty[slot].wait(phase ^ 1)
-            parts.load_v(warp, p, t, tile, n, slot)
-            count += 1
-        if not q_loaded:
+
+        async def query(number: int = number, tile: tuple[int, int, int] = tile) -> None:
+            # behind the first K, whose slot is free before Q's memory is
             await t.q_empty.wait(number % 2 ^ 1)
             parts.load_q(warp, p, t, tile)
+
+        await rung07.load_blocks(warp, p, t, tile, count, query)
+        count += len(p.blocks(tile[0]))
 
 
 async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, work: Work) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fa3_course.simulated import parts
+from fa3_course.simulated import parts, rung07
 from fa3_lib.config import WGMMA_M
 from hopper_sim import SM, RegisterTile, Role
 
@@ -54,18 +54,20 @@ def transposed_v(v: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(out.transpose(0, 2, 3, 1))
 
 
+def load_vt(warp: Role, p: Problem8, t: parts.Tiles, tile: tuple[int, int, int], n: int, slot: int) -> None:
+    """Starts the copy of a (dv, tile_n) block of the transposed V."""
+    _, head, batch = tile
+    t.v_full[slot].arrive_expect_tx(p.config.v_bytes)
+    at, box = (batch, p.kv_head(head), 0, n * p.config.tile_n), (1, 1, p.config.head_dim_v, p.config.tile_n)
+    warp.tma_load(t.v[slot], p.v, at, box, t.v_full[slot])
+
+
 async def producer(warp: Role, p: Problem8, t: parts.Tiles, tile: tuple[int, int, int]) -> None:
+    async def query() -> None:
+        parts.load_q(warp, p, t, tile)
+
     await warp.setmaxnreg(p.config.producer_registers)
-    m, head, batch = tile
-    parts.load_q(warp, p, t, tile)
-    for i, n in enumerate(p.blocks(m)):
-        slot, phase = i % p.config.stages, i // p.config.stages % 2
-        await t.k_empty[slot].wait(phase ^ 1)
-        parts.load_k(warp, p, t, tile, n, slot)
-        await t.v_empty[slot].wait(phase ^ 1)
-        t.v_full[slot].arrive_expect_tx(p.config.v_bytes)
-        at, box = (batch, p.kv_head(head), 0, n * p.config.tile_n), (1, 1, p.config.head_dim_v, p.config.tile_n)
-        warp.tma_load(t.v[slot], p.v, at, box, t.v_full[slot])
+    await rung07.load_blocks(warp, p, t, tile, 0, query, load_vt)
 
 
 async def fold(wg: Role, acc_O: RegisterTile, acc_T: RegisterTile, shrink: np.ndarray) -> None:

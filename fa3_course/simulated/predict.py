@@ -1,0 +1,149 @@
+"""What the simulated SM says about a whole card, and how far that is from stored measurements.
+
+The time of a query tile is a + b x (key blocks), and a CTA costs c once; a, b and c come from three short simulations. Tiles
+are then handed to the card's SMs, the longest first, one CTA per SM. The model knows neither power nor L2 nor DRAM
+limits: the clock is the measured row's where there is one.
+"""
+
+import functools
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from fa3_course import results, simulated
+from fa3_lib.config import ForwardConfig
+from hopper_sim import HOPPER, Machine
+
+SHORT, LONG = 6, 14  # key blocks of the simulations that give a and b
+TOKENS, HIDDEN = 16_384, 2048  # the paper's benchmark: 16k tokens in all, heads x head_dim = 2048
+TIE = 0.98  # a unit this close to the busiest one is named with it
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cycles of one SM: per CTA, per query tile, per key block; and the cycles that the busiest units work per key block."""
+
+    cta: float
+    tile: float
+    block: float
+    bound: str
+    bound_cycles: float
+    config: ForwardConfig
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """TFLOP/s of a card, and what TFLOP/s would be if the busiest unit never stood still."""
+
+    tflops: float
+    cap: float
+    bound: str
+    clock_ghz: float
+
+
+@functools.lru_cache(maxsize=128)
+def cost(number: str, head_dim: int, causal: bool, machine: Machine = HOPPER) -> Cost:
+    """Measures a rung on the simulated SM. Raises ValueError for a shape that the rung refuses."""
+    config = simulated.configuration(number, head_dim, causal)
+    persistent = simulated.rung(number).persistent
+    short, long = (_run(number, config, head_dim, blocks, 1, machine) for blocks in (SHORT, LONG))
+    block = (long.cycles - short.cycles) / (LONG - SHORT)
+    cta, tile = 0.0, short.cycles - SHORT * block
+    if persistent:
+        two = _run(number, config, head_dim, SHORT, 2, machine)
+        cta = max(2 * short.cycles - two.cycles, 0.0)
+        tile -= cta
+    busy = {unit: (long.busy[unit] - short.busy[unit]) / (LONG - SHORT) for unit in long.busy}
+    most = max(busy.values())
+    bound = " and ".join(unit for unit, cycles in busy.items() if cycles >= TIE * most)
+    return Cost(cta, tile, block, bound, most, config)
+
+
+def _run(number: str, config: ForwardConfig, head_dim: int, blocks: int, heads: int, machine: Machine):
+    rng = np.random.default_rng(0)
+    shapes = ((1, config.tile_m, heads, head_dim), *2 * ((1, blocks * config.tile_n, heads, head_dim),))
+    q, k, v = (rng.standard_normal(shape) for shape in shapes)
+    return simulated.simulate(number, q, k, v, config.causal, config=config, machine=machine).report
+
+
+def predict(
+    number: str,
+    head_dim: int,
+    causal: bool,
+    seqlen: int,
+    batch: int | None = None,
+    heads: int | None = None,
+    clock_ghz: float | None = None,
+    machine: Machine = HOPPER,
+) -> Prediction:
+    """TFLOP/s for self-attention of this shape; batch and heads default to the paper's 16k tokens and hidden size 2048."""
+    batch = batch or max(TOKENS // seqlen, 1)
+    heads = heads or max(HIDDEN // head_dim, 1)
+    clock = clock_ghz or machine.clock_ghz
+    c = cost(number, head_dim, causal, machine)
+    persistent = simulated.rung(number).persistent
+    m_blocks = -(-seqlen // c.config.tile_m)
+    blocks = sorted((c.config.key_blocks(m, seqlen, seqlen) for m in range(m_blocks)), reverse=True)
+    per_tile = c.tile + (0.0 if persistent else c.cta)
+    start = c.cta if persistent else 0.0
+    sms = [start] * machine.sms
+    for n in blocks:
+        for _ in range(batch * heads):
+            heapq.heapreplace(sms, sms[0] + per_tile + n * c.block)
+    flops = 4.0 * seqlen**2 * head_dim * heads * batch * (0.5 if causal else 1.0)
+    work = sum(blocks) * batch * heads * c.bound_cycles / machine.sms
+    return Prediction(flops / max(sms) * clock * 1e-3, flops / work * clock * 1e-3, c.bound, clock)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measured row, the prediction for its shape and clock, and their ratio (predicted / measured)."""
+
+    row: results.Row
+    prediction: Prediction
+
+    @property
+    def ratio(self) -> float:
+        return self.prediction.tflops / self.row.tflops
+
+
+def compare(run: results.Run | None, machine: Machine = HOPPER) -> list[Comparison]:
+    """Every measured forward row of a rung that has a simulated kernel, beside its prediction."""
+    if run is None:
+        return []
+    machine = machine.with_(sms=run.sms) if run.sms else machine
+    found = []
+    for row in run.select(direction="fwd"):
+        if (
+            row.rung not in simulated.RUNGS
+            or row.tflops is None
+            or (row.dtype == "fp8") != simulated.rung(row.rung).fp8
+        ):
+            continue
+        clock = row.sm_mhz / 1000 if row.sm_mhz else None
+        try:
+            prediction = predict(row.rung, row.head_dim, row.causal, row.seqlen, row.batch, row.heads, clock, machine)
+        except ValueError:  # a head dim that the simulated rung refuses
+            continue
+        found.append(Comparison(row, prediction))
+    return found
+
+
+def table(run: results.Run | None) -> str:
+    """The comparison as Markdown, worst and median error below; says so when no row is stored."""
+    found = compare(run)
+    if not found:
+        return "No measured row of a simulated rung is stored yet: `fa3 bench` on a Hopper stores them, and this table fills itself."
+    lines = [
+        "| rung | shape | MHz | measured | predicted | predicted / measured | bound |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for c in found:
+        mhz = f"{c.row.sm_mhz:.0f}" if c.row.sm_mhz else f"{c.prediction.clock_ghz * 1000:.0f} (assumed)"
+        lines.append(f"| {c.row.rung} | {c.row.shape} | {mhz} | {c.row.tflops:.0f} | {c.prediction.tflops:.0f} | {c.ratio:.2f} | {c.prediction.bound} |")  # fmt: skip
+    errors = sorted(abs(c.ratio - 1) for c in found)
+    lines.append(
+        f"\n{len(found)} rows of {run.gpu}, {run.date}: the prediction is off by {errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at worst."
+    )
+    return "\n".join(lines)

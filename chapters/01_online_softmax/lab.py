@@ -116,9 +116,7 @@ if costs:
         for length in (512, 2048, 8192, 16384):
             operations, moved = forward_cost(1, length, length, 16, 16, 128, 2, fused)
             points.append((operations / moved, attainable(operations, moved, peak * 1e12, bandwidth * 1e12) / 1e12))
-        ax.plot(
-            *np.transpose(points), color=colour, marker=marker, linestyle=":", label=f"{name}, 512 to 16k tokens, H200"
-        )
+        ax.plot(*np.transpose(points), color=colour, marker=marker, linestyle=":", label=f"{name}, on an H200")
     ax.legend()
     plt.show()
 else:

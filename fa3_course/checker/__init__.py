@@ -38,6 +38,8 @@ _session: dict[str, Result] = {}  # last result of each exercise in this process
 
 def evaluate(number: str, *functions: Callable, hint: int = 0, seed: int | None = None) -> Result:
     """Checks an exercise and shows nothing; arguments as in `check`."""
+    if hint < 0:
+        raise ValueError(f"hint must be 0 or more, got {hint}")
     exercise = catalogue.find(number)
     seed = secrets.randbelow(10**6) if seed is None else seed
     problem, state = submission.missing_modules(exercise), "not possible"
@@ -47,7 +49,7 @@ def evaluate(number: str, *functions: Callable, hint: int = 0, seed: int | None 
             return runner.run(exercise, chosen, seed, int(hint))
         except Refused as refusal:
             problem, state = str(refusal), "failed"
-    return Result(exercise.number, exercise.head.title, state, exercise.file, seed, problem=problem)
+    return Result(exercise.number, exercise.head.title, state, f"exercises/{exercise.file}", seed, problem=problem)
 
 
 def _choose(exercise: Exercise, functions: tuple[Callable, ...]) -> submission.Submission:
@@ -78,11 +80,17 @@ def check(number: str, *functions: Callable, hint: int | bool = 0, seed: int | N
     Raises:
         UnknownExercise: there is no such exercise.
         TypeError: not as many functions as the exercise asks for.
+        ValueError: a negative hint.
     """
     result = evaluate(number, *functions, hint=hint, seed=seed)
     _session[result.number] = result
     report.show(result)
     return result
+
+
+def _last(number: str) -> Result:
+    """The last result of this session; the learner's file is checked where there is none."""
+    return _session[number] if number in _session else evaluate(number)
 
 
 def answer(number: str) -> Callable | tuple[Callable, ...] | None:
@@ -91,7 +99,7 @@ def answer(number: str) -> Callable | tuple[Callable, ...] | None:
     Takes the last check in this session, or checks the learner's file. For cells that build on an exercise.
     """
     exercise = catalogue.find(number)
-    result = _session.get(exercise.number) or evaluate(exercise.number)
+    result = _last(exercise.number)
     if not result:
         return None
     return result.functions if len(result.functions) > 1 else result.functions[0]
@@ -101,6 +109,6 @@ def progress(chapter: str) -> list[Result]:
     """Shows the chapter's exercises with their last result in this session; those not checked yet are checked now,
     from the learner's files.
     """
-    results = [_session.get(e.number) or evaluate(e.number) for e in catalogue.exercises(chapter.zfill(2))]
+    results = [_last(exercise.number) for exercise in catalogue.exercises(chapter.zfill(2))]
     report.show_board(results)
     return results

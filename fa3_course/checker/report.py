@@ -25,7 +25,7 @@ def headline(result: Result) -> str:
         return f"{name}: {result.problem}"
     total = len(result.outcomes)
     if result.state == "not started":
-        return f"{name}: not started. The check will ask for {total} properties"
+        return f"{name}: not started ({result.origin}). The check will ask for {total} properties"
     return f"{name}: {result.holding} of {total} properties hold ({result.origin}, seed {result.seed})"
 
 
@@ -93,23 +93,29 @@ def print_result(result: Result, console: Console | None = None) -> None:
         console.print(f"[dim]{escape(footer(result).replace('`hint=', '`--hint '))}[/]")
 
 
+def _state(result: Result) -> str:
+    """The state in a board's cell: with a count where some properties hold and some do not."""
+    if result.state == "failed" and not result.problem:
+        return f"{result.holding} of {len(result.outcomes)} hold"
+    return result.problem or result.state
+
+
 def print_board(results: Sequence[Result], console: Console | None = None) -> None:
     """Many results, one line each."""
-    table = Table(box=None, padding=(0, 2))
-    for column in ("", "exercise", "state", "properties"):
-        table.add_column(column, justify="left")
+    table = Table(show_header=False, box=None, padding=(0, 1))
     for result in results:
         mark = f"[{COLOUR[result.state]}]{MARK[result.state]}[/]"
-        holding = f"{result.holding}/{len(result.outcomes)}" if result.state in ("passed", "failed") else ""
-        table.add_row(mark, escape(f"{result.number} {result.title}"), escape(result.problem or result.state), holding)
-    (console or Console(highlight=False)).print(table)
+        table.add_row(mark, escape(f"{result.number} {result.title}"), escape(_state(result)))
+    console = console or Console(highlight=False)
+    console.print(table)
+    console.print(f"{sum(map(bool, results))} of {len(results)} exercises pass")
 
 
 def board_html(results: Sequence[Result]) -> str:
     """The same in a notebook."""
     rows = []
     for result in results:
-        name, state = html.escape(f"{result.number} {result.title}"), html.escape(result.problem or result.state)
+        name, state = html.escape(f"{result.number} {result.title}"), html.escape(_state(result))
         rows.append(f"<tr>{_mark(result.state)}<td {LEFT}>{name}</td><td {LEFT}>{state}</td></tr>")
     return f"<p><b>{sum(map(bool, results))} of {len(results)} exercises pass</b></p><table>{''.join(rows)}</table>"
 

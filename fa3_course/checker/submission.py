@@ -83,7 +83,9 @@ def from_file(exercise: Exercise, path: Path | None = None) -> Submission:
     if lacking:
         raise Refused(f"{path.name} has no function {', '.join(lacking)}; keep the stub's names")
     functions = tuple(getattr(module, name) for name in exercise.functions)
-    return Submission(functions, files, path.name, not stubs.untouched(text, exercise.solution, exercise.number))
+    return Submission(
+        functions, files, f"exercises/{path.name}", not stubs.untouched(text, exercise.solution, exercise.number)
+    )
 
 
 def from_functions(exercise: Exercise, functions: tuple[Callable, ...]) -> Submission:

@@ -61,10 +61,10 @@ class Trial:
             allowed = _same_precision_bound(truth, same_precision)
         worst = np.unravel_index(error.argmax(), error.shape)
         if error[worst] > allowed:
-            at = f"[{', '.join(map(str, worst))}]" if worst else ""
+            at = f" at [{', '.join(map(str, worst))}]" if worst else ""
             bad = f"{np.isnan(values).sum()} of {values.size} values are NaN; " if np.isnan(values).any() else ""
             wrong = f"allowed error {allowed:.1e}" if finite[worst] else "infinities must match"
-            raise Refused(f"{bad}{what}{at} is {values[worst]:.6g}, expected {truth[worst]:.6g} ({wrong})")
+            raise Refused(f"{bad}{what}{at}: {values[worst]:.6g}, expected {truth[worst]:.6g} ({wrong})")
 
 
 def _same_precision_bound(truth: np.ndarray, same_precision: np.ndarray) -> float:

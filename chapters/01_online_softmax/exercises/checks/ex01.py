@@ -25,7 +25,7 @@ def _(t, softmax):
 @EXERCISE.holds("no overflow for logits of 1e4, in either direction", "subtract each row's own maximum before exp")
 def _(t, softmax):
     scores = t.normal(3, 50) + np.array([[1e4], [-1e4], [0.0]])  # one maximum for all rows would erase the second
-    t.close(softmax(scores), truth(scores), "probabilities of rows near 1e4, -1e4 and 0: value ")
+    t.close(softmax(scores), truth(scores), "probabilities of rows near 1e4, -1e4 and 0")
 
 
 @EXERCISE.holds(
@@ -48,9 +48,9 @@ def _(t, softmax):
     t.close(softmax(scores), truth(scores), "probabilities")
 
 
-@EXERCISE.holds("fresh inputs give fresh results", "compute from the argument, keep nothing between calls")
+@EXERCISE.holds("fresh inputs give fresh results", "right in call 1 and wrong later: something is kept between calls")
 def _(t, softmax):
     scores = t.normal(2, 6)
-    for _ in range(3):
-        t.close(softmax(scores), truth(scores), "probabilities of the second array in the same memory")
+    for call in (1, 2, 3):
+        t.close(softmax(scores), truth(scores), f"probabilities of call {call}")
         scores = t.refill(scores)

@@ -106,9 +106,9 @@ def _(t, backward):
     )
 
 
-@EXERCISE.holds("fresh inputs give fresh results", "compute from the arguments, keep nothing between calls")
+@EXERCISE.holds("fresh inputs give fresh results", "right in call 1 and wrong later: something is kept between calls")
 def _(t, backward):
     inputs = draw(t, 4, 8, 4, 4)
-    for _ in range(3):
-        compare(t, backward, *inputs, 0.5, False, 4, " of the second call")
+    for call in (1, 2, 3):
+        compare(t, backward, *inputs, 0.5, False, 4, f" of call {call}")
         inputs = tuple(map(t.refill, inputs))

@@ -39,7 +39,7 @@ def compare(t, function, heads, sq, sk, d, spread=1.0):
         true_out, true_lse = exact.attention(q_h, k_h, v_h, scale)
         scores = scale * (q_h.astype(np.float32) @ k_h.astype(np.float32).T)
         plain = exact.softmax(scores).astype(np.float16) @ v_h  # what fp16 allows: P and the result rounded to fp16
-        where = f" of head {head}, {sq} queries, {sk} keys, d {d}: value "
+        where = f" of head {head}, {sq} queries, {sk} keys, d {d}"
         t.close(out[head], true_out, "out" + where, same_precision=plain)
         t.close(lse[head], true_lse, "lse" + where, tolerance=1e-5)
 

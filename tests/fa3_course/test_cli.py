@@ -57,10 +57,8 @@ def test_unknown_command_and_option():
     ],
 )
 def test_what_is_missing_is_one_line(monkeypatch, missing, message):
-    def absent(module):
-        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
-
-    monkeypatch.setattr(cli.importlib, "import_module", absent)
+    monkeypatch.delitem(sys.modules, "fa3_course.commands.demo", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)  # importing it raises ModuleNotFoundError
     monkeypatch.setattr(sys, "argv", ["fa3", "demo"])
     with pytest.raises(SystemExit, match=message):
         cli.main()

@@ -62,8 +62,7 @@ class Unit:
         self._running = queue is not None
         if queue is None:
             return
-        jobs = self._queues.pop(queue)
-        self._queues[queue] = jobs  # to the end of the line
+        jobs = self._queues[queue]
         job = jobs[0]
         slice_ = job[0] if self.quantum is None else min(self.quantum, job[0])
         start = self.clock.now
@@ -75,6 +74,7 @@ class Unit:
             if job[0] <= 1e-9:
                 jobs.popleft()
                 job[2]()
+            self._queues[queue] = self._queues.pop(queue)  # to the end of the line
             self._serve()
 
         self.clock.after(slice_, served)

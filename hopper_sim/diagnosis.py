@@ -28,7 +28,7 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
                 return Kind.READ_BEFORE_FULL, f": {earlier.role.name} has never waited for {name}"
             return (
                 Kind.WRONG_PHASE,
-                f". {earlier.role.name}'s {name}.wait({wait.phase}) passed at once, before any load; it waited at {wait.site}",
+                f". {earlier.role.name}'s {name}.wait({wait.phase}) passed at once, before any load\n  that wait: {wait.site}",
             )
         if earlier.by == "WGMMA" and earlier.number > earlier.role.mma.committed:
             return Kind.MISSING_COMMIT, ": that WGMMA was never committed, so no wait_group covers it"
@@ -38,7 +38,7 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
             if wait is not None and wait.news != "new":
                 return (
                     Kind.WRONG_PHASE,
-                    f". {now.role.name}'s {name}.wait({wait.phase}) passed at once, for a phase before the load's; it waited at {wait.site}",
+                    f". {now.role.name}'s {name}.wait({wait.phase}) passed at once, for a phase before the load's\n  that wait: {wait.site}",
                 )
             how = "never waited for it" if wait is None else "has waited for earlier phases only"
             return (
@@ -56,7 +56,7 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
         if stale is not None and stale.news != "new":
             return (
                 Kind.WRONG_PHASE,
-                f". {reader.name}'s {fill}.wait({stale.phase}) passed on a phase that it had already seen, at {stale.site}",
+                f". {reader.name}'s {fill}.wait({stale.phase}) passed on a phase that it had already seen\n  that wait: {stale.site}",
             )
         if not writer.last_wait:
             return Kind.OVERWRITE_BEFORE_FREE, f": {writer.name} has waited for no barrier that says the tile is free"
@@ -65,7 +65,7 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
         if wait.news == "again":
             return (
                 Kind.WRONG_PHASE,
-                f". {writer.name}'s {name}.wait({wait.phase}) passed on a phase that it had already seen, at {wait.site}",
+                f". {writer.name}'s {name}.wait({wait.phase}) passed on a phase that it had already seen\n  that wait: {wait.site}",
             )
         if reader.name in bar.arrivers and reader.name not in bar.last_arrived and wait.news == "new":
             counts = ", ".join(f"{role} {count}" for role, count in bar.last_arrived.items())

@@ -57,15 +57,15 @@ class Site:
 def here() -> Site:
     """The site of the innermost code that does not belong to the simulator (its gallery of faults counts as a learner's)."""
     frames: list[tuple[str, int, str]] = []
-    role_depth = 0  # frames up to the first `async def`
+    role_depth = 0  # frames up to the outermost `async def`, the role
     frame = sys._getframe(1)
-    while frame is not None and len(frames) < 3:
+    while frame is not None and len(frames) < 8:
         module = frame.f_globals.get("__name__", "")
         if module == "hopper_sim.clock":  # the event loop: everything further out started the simulation
             break
         if not module.startswith("hopper_sim.") or module == "hopper_sim.gallery":
             frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            if role_depth == 0 and frame.f_code.co_flags & inspect.CO_COROUTINE:
+            if frame.f_code.co_flags & inspect.CO_COROUTINE:
                 role_depth = len(frames)
         frame = frame.f_back
     return Site(tuple(frames[: max(role_depth, 1)]))

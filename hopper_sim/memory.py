@@ -110,13 +110,13 @@ class SharedMemory:
             crosses_proxy = earlier.write and earlier.by == "role" and now.by != "role"
             if crosses_proxy and known.get(("proxy", earlier.role.name), 0) < earlier.number:
                 text = f"{now}, which {earlier.role.name} wrote with ordinary stores and no fence_async_proxy() since: the asynchronous unit may see old bytes"
-                raise Fault(Kind.MISSING_PROXY_FENCE, f"{text}. Written at {earlier.site}", now.site)
+                raise Fault(Kind.MISSING_PROXY_FENCE, f"{text}\n  written: {earlier.site}", now.site)
             return
         kind, hint = self.explain(earlier, now) or (_conflict(earlier, now), "")
         what = "may still be under way" if earlier.by != "role" else "is not ordered before it by any barrier"
         raise Fault(
             kind,
-            f"{now}, while the {'write' if earlier.write else 'read'} of {earlier.tile} by {_actor(earlier)} {what}{hint}. That one was issued at {earlier.site}",
+            f"{now}, while the {'write' if earlier.write else 'read'} of {earlier.tile} by {_actor(earlier)} {what}{hint}\n  the earlier one: {earlier.site}",
             now.site,
         )
 
@@ -248,7 +248,7 @@ class RegisterTile:
             kind, why = Kind.MISSING_COMMIT, "it was never committed, so no wait_group covers it"
         raise Fault(
             kind,
-            f"{role.name} {verb} {self.name} while a WGMMA that {what} it is in flight ({why}). Issued at {self.last_wgmma}",
+            f"{role.name} {verb} {self.name} while a WGMMA that {what} it is in flight ({why})\n  issued: {self.last_wgmma}",
             here(),
         )
 

@@ -383,5 +383,5 @@ class Role:
         _, name, wait = max(stale, key=lambda entry: entry[0])
         return (
             Kind.WRONG_PHASE,
-            f". Its {name}.wait({wait.phase}) passed on a phase that it had already seen, at {wait.site}",
+            f". Its {name}.wait({wait.phase}) passed on a phase that it had already seen\n  that wait: {wait.site}",
         )

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
@@ -39,6 +41,15 @@ _VOLATILE = ((re.compile(r"/tmp/ipykernel_\d+/\d+\.py"), "<cell>"), (re.compile(
 
 class BuildError(RuntimeError):
     """A notebook cannot be built; the message names the source and, for a failing cell, its text."""
+
+
+class _ThisPython(AsyncKernelManager):
+    """Starts kernels with the Python that runs this, whatever kernel is registered as "python3" on the machine."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return KernelSpec(argv=argv, **METADATA["kernelspec"])
 
 
 def sources(chosen: list[str] | None = None) -> list[Path]:
@@ -113,7 +124,7 @@ def execute(notebook: NotebookNode, folder: Path, cell_seconds: int = CELL_SECON
     client = NotebookClient(
         notebook,
         timeout=cell_seconds,
-        kernel_name="python3",
+        kernel_manager_class=_ThisPython,
         record_timing=False,
         resources={"metadata": {"path": str(folder)}},
     )

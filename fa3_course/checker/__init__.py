@@ -9,6 +9,14 @@ In a notebook, after the cell with your function:
     answer("01.3")                            your function, once it passes
 
 In a terminal: `fa3 check 01.3`.
+
+A new exercise is two texts in its chapter's folder, and wrong answers for the tests:
+
+    solutions/ex12_name.py              head, answer, `# region learner` around what the learner writes (see `stubs`)
+    exercises/checks/ex12.py            `EXERCISE = Exercise(...)` and its properties (see `model`)
+    tests/fa3_course/test_exercises.py  its wrong answers, in `WRONG`
+
+`fa3 reset 01.12` then writes the stub, and a cell `# %% exercise="01.12"` in lab.py puts it into the lab.
 """
 
 import secrets

@@ -34,7 +34,8 @@ def footer(result: Result) -> str:
     shown = len(result.hints)
     if result.state == "passed" or result.problem or shown >= result.levels:
         return ""
-    return f"Stuck? `hint={shown + 1}` shows hint {shown + 1} of {result.levels}."
+    level = shown + 1
+    return f"Stuck? `hint={level}` (in a terminal `--hint {level}`) shows hint {level} of {result.levels}."
 
 
 def _rows(result: Result) -> list[tuple[State, str, list[str]]]:
@@ -90,7 +91,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
     for level, hint in enumerate(result.hints, start=1):
         console.print(f"Hint {level}: {escape(hint)}")
     if footer(result):
-        console.print(f"[dim]{escape(footer(result).replace('`hint=', '`--hint '))}[/]")
+        console.print(f"[dim]{escape(footer(result))}[/]")
 
 
 def _state(result: Result) -> str:

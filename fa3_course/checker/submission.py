@@ -55,7 +55,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 def missing_modules(exercise: Exercise) -> str:
     """Why the exercise cannot run on this machine, or "" when it can."""
     missing = [module for module in exercise.modules if importlib.util.find_spec(module) is None]
-    return f"{exercise.number} needs {', '.join(missing)}, which is not installed here" if missing else ""
+    return f"needs {', '.join(missing)}, which is not installed on this machine" if missing else ""
 
 
 def from_file(exercise: Exercise, path: Path | None = None) -> Submission:

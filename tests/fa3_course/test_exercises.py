@@ -229,7 +229,7 @@ def test_stub_and_solution_are_one_text(number):
 def test_exercise_is_complete(number):
     exercise = EXERCISES[number]
     assert exercise.head.minutes > 0 and exercise.head.task
-    assert len(exercise.hints) >= 2
+    assert len(exercise.hints) >= 3
     names = [prop.name for prop in exercise.properties]
     assert len(names) >= 4 and len(set(names)) == len(names)
     assert all(prop.hint for prop in exercise.properties)

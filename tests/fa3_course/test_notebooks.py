@@ -42,8 +42,11 @@ def test_lab_runs_solved(name, tmp_path, monkeypatch):
     lab = notebooks.read_source(chapter / "lab.py")
     notebooks.execute(lab, chapter, CELL_SECONDS)
 
-    possible = [e for e in catalogue.exercises(chapter.name[:2]) if not submission.missing_modules(e)]
+    exercises = catalogue.exercises(chapter.name[:2])
+    possible = [exercise for exercise in exercises if not submission.missing_modules(exercise)]
     outputs = [output for cell in lab.cells if cell.cell_type == "code" for output in cell.outputs]
+    errors = [output.evalue for output in outputs if output.output_type == "error"]
+    assert not errors or len(possible) < len(exercises), errors
     texts = [output.get("text", "") + output.get("data", {}).get("text/html", "") for output in outputs]
     assert f"<b>{len(possible)} of " in texts[-1], texts[-1]
     assert not any("Solve " in text or "Still to solve" in text for text in texts), "a cell did not get its answers"

@@ -7,11 +7,10 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from fa3_course import paths
+from fa3_course import machine, paths
 from fa3_course.cli import app
-from fa3_course.commands import doctor
 
-H100 = doctor.Gpu("NVIDIA H100", (9, 0), 80.0, 79.0)
+H100 = machine.Gpu("NVIDIA H100", (9, 0), 80.0, 79.0)
 PINS = {"triton": "3.7.1", "ruff": "0.17.6"}
 
 
@@ -26,17 +25,17 @@ def statuses(findings) -> dict[str, str]:
 )
 def test_package(found, status):
     installed = {"triton": found} if found else {}
-    finding = doctor.judge_package("core", Requirement("triton>=3.6"), installed, PINS, {"triton": {"3.6.0"}})
+    finding = machine.judge_package("core", Requirement("triton>=3.6"), installed, PINS, {"triton": {"3.6.0"}})
     assert finding.status == status
     assert ("pip install 'triton==3.7.1'" in finding.fix) == (status == "bad")
 
 
 def test_a_missing_test_tool_is_no_reason_to_stop():
-    assert doctor.judge_package("test", Requirement("ruff>=0.12"), {}, PINS).status == "warn"
+    assert machine.judge_package("test", Requirement("ruff>=0.12"), {}, PINS).status == "warn"
 
 
 def test_the_mending_command_keeps_extras():
-    finding = doctor.judge_package(
+    finding = machine.judge_package(
         "core", Requirement("nvidia-cutlass-dsl[cu13]==4.8.1"), {}, {"nvidia-cutlass-dsl": "4.8.1"}
     )
     assert "'nvidia-cutlass-dsl[cu13]==4.8.1'" in finding.fix
@@ -51,13 +50,13 @@ def test_the_mending_command_keeps_extras():
         (None, 13000, "13.0", {"Driver": "ok", "PyTorch's CUDA": "ok", "GPU": "bad"}),
         (H100, 12040, "12.8", {"Driver": "bad", "PyTorch's CUDA": "ok", "GPU": "ok"}),
         (
-            doctor.Gpu("NVIDIA A100", (8, 0), 80.0, 79.0),
+            machine.Gpu("NVIDIA A100", (8, 0), 80.0, 79.0),
             13000,
             "13.0",
             {"Driver": "ok", "PyTorch's CUDA": "ok", "GPU": "warn"},
         ),
         (
-            doctor.Gpu("NVIDIA H100", (9, 0), 80.0, 3.0, mig=True, processes=2),
+            machine.Gpu("NVIDIA H100", (9, 0), 80.0, 3.0, mig=True, processes=2),
             13000,
             "13.0",
             {
@@ -73,24 +72,24 @@ def test_the_mending_command_keeps_extras():
     ids=["laptop", "hopper", "cpu build beside a driver", "hidden gpu", "old driver", "ampere", "busy slice"],
 )
 def test_gpu(gpu, driver, torch_cuda, expected):
-    findings = doctor.judge_gpu(gpu, driver, torch_cuda)
+    findings = machine.judge_gpu(gpu, driver, torch_cuda)
     assert statuses(findings) == expected
     assert all(f.fix for f in findings if f.status != "ok")
 
 
 def test_python_platform_disk_and_namesake():
-    assert doctor.judge_python((3, 10)).status == "bad" and "PYTHON=" in doctor.judge_python((3, 10)).fix
-    assert [doctor.judge_python(v).status for v in ((3, 11), (3, 14))] == ["ok", "warn"]
-    assert doctor.judge_platform("Darwin", "arm64").status == "warn"
-    assert doctor.judge_disk(Path("/x"), 0.5).status == "bad" and "/x" in doctor.judge_disk(Path("/x"), 0.5).fix
-    (finding,) = doctor.judge_namesake({"nvidia-cutlass": "4.2", "nvidia-cutlass-dsl": "4.8.1"})
+    assert machine.judge_python((3, 10)).status == "bad" and "PYTHON=" in machine.judge_python((3, 10)).fix
+    assert [machine.judge_python(v).status for v in ((3, 11), (3, 14))] == ["ok", "warn"]
+    assert machine.judge_platform("Darwin", "arm64").status == "warn"
+    assert machine.judge_disk(Path("/x"), 0.5).status == "bad" and "/x" in machine.judge_disk(Path("/x"), 0.5).fix
+    (finding,) = machine.judge_namesake({"nvidia-cutlass": "4.2", "nvidia-cutlass-dsl": "4.8.1"})
     assert finding.status == "bad" and "uninstall -y nvidia-cutlass" in finding.fix
-    assert doctor.judge_namesake({"nvidia-cutlass-dsl": "4.8.1"}) == []
+    assert machine.judge_namesake({"nvidia-cutlass-dsl": "4.8.1"}) == []
 
 
 def test_every_direct_dependency_is_pinned_inside_its_range():
-    requirements = doctor.look_requirements(paths.checkout() / "pyproject.toml")
-    pins = doctor.look_pins(paths.checkout() / "constraints.txt")
+    requirements = machine.look_requirements(paths.checkout() / "pyproject.toml")
+    pins = machine.look_pins(paths.checkout() / "constraints.txt")
     assert {r.name for _, r in requirements} <= set(pins)
     assert [r.name for _, r in requirements if not r.specifier.contains(pins[r.name], prereleases=True)] == []
 
@@ -107,7 +106,7 @@ def test_this_machine_json_and_exit_status():
 def test_red_lines_show_their_command_unbroken(monkeypatch):
     fix = "pip install 'some-package[extra]==1.0' --with --many --options " + "x" * 80
     monkeypatch.setattr(
-        doctor, "examine", lambda network: [doctor.Finding("some-package", "bad", "missing", "1.0", fix)]
+        doctor, "examine", lambda network: [machine.Finding("some-package", "bad", "missing", "1.0", fix)]
     )
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1

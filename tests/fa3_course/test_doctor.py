@@ -106,7 +106,7 @@ def test_this_machine_json_and_exit_status():
 def test_red_lines_show_their_command_unbroken(monkeypatch):
     fix = "pip install 'some-package[extra]==1.0' --with --many --options " + "x" * 80
     monkeypatch.setattr(
-        doctor, "examine", lambda network: [machine.Finding("some-package", "bad", "missing", "1.0", fix)]
+        machine, "examine", lambda network: [machine.Finding("some-package", "bad", "missing", "1.0", fix)]
     )
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1

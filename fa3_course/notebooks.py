@@ -79,8 +79,8 @@ def _exercise_cells(exercise: Exercise) -> list[NotebookNode]:
     code = exercise.stub.split('"""\n', 1)[1].strip()
     code = code.removeprefix("import numpy as np\n").strip()  # the first cell of every lab imports it
     call = f'check("{exercise.number}", {", ".join(exercise.functions)})'
-    # without an optional module the learner sees the import fail, and the notebook goes on
-    tags = {"tags": ["raises-exception"]} if exercise.modules else {}
+    # where the machine lacks what the exercise needs, the learner sees why a cell fails and the notebook goes on
+    tags = {"tags": ["raises-exception"]} if exercise.modules or exercise.hopper else {}
     return [new_markdown_cell(task), new_code_cell(code, metadata=tags), new_code_cell(call, metadata=tags)]
 
 

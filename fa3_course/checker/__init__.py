@@ -50,7 +50,7 @@ def evaluate(number: str, *functions: Callable, hint: int = 0, seed: int | None 
         raise ValueError(f"hint must be 0 or more, got {hint}")
     exercise = catalogue.find(number)
     seed = secrets.randbelow(10**6) if seed is None else seed
-    problem, state = submission.missing_modules(exercise), "not possible"
+    problem, state = submission.lacking_here(exercise), "not possible"
     if not problem:
         try:
             chosen = _choose(exercise, functions)

@@ -58,6 +58,7 @@ class Exercise:
         functions: name of each function that is checked -> how many values it returns.
         hints: from a nudge to nearly the answer; `check(..., hint=2)` shows the first two.
         modules: importable modules without which the exercise cannot run here.
+        hopper: whether it needs a Hopper GPU.
         seconds: time limit of one property.
     """
 
@@ -66,6 +67,7 @@ class Exercise:
     functions: Mapping[str, int]
     hints: tuple[str, ...]
     modules: tuple[str, ...] = ()
+    hopper: bool = False
     seconds: float = 20.0
     properties: list[Property] = field(default_factory=list)
     folder: Path = Path()  # of the chapter; set when the chapter is loaded

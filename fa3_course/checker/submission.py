@@ -52,10 +52,20 @@ def _chain(error: BaseException) -> list[BaseException]:
     return links
 
 
-def missing_modules(exercise: Exercise) -> str:
-    """Why the exercise cannot run on this machine, or "" when it can."""
+def lacking_here(exercise: Exercise) -> str:
+    """What this machine lacks for the exercise, or ""."""
     missing = [module for module in exercise.modules if importlib.util.find_spec(module) is None]
-    return f"needs {', '.join(missing)}, which is not installed on this machine" if missing else ""
+    if missing:
+        return f"needs {', '.join(missing)}, which is not installed on this machine"
+    if exercise.hopper and not _has_hopper():
+        return "needs a Hopper GPU (H100, H200), and this machine has none"
+    return ""
+
+
+def _has_hopper() -> bool:
+    import torch  # only here: most exercises need no torch, and importing it takes seconds
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def from_file(exercise: Exercise, path: Path | None = None) -> Submission:

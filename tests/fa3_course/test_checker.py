@@ -152,11 +152,14 @@ def test_catch_up_and_reset_keep_what_was_written(chapter):
     assert workspace.catch_up("01.1") == []
 
 
-def test_a_missing_module_is_named(chapter, monkeypatch):
+def test_what_the_machine_lacks_is_named(chapter, monkeypatch):
     exercise = catalogue.find("01.1")
-    monkeypatch.setattr(exercise, "modules", ("no_such_module",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(exercise, "hopper", True)
     result = evaluate("01.1")
-    assert result.state == "not possible" and "needs no_such_module" in result.problem and not result
+    assert result.state == "not possible" and "needs a Hopper GPU" in result.problem and not result
+    monkeypatch.setattr(exercise, "modules", ("no_such_module",))
+    assert "needs no_such_module" in evaluate("01.1").problem
 
 
 def test_commands(chapter):

@@ -1,5 +1,6 @@
 """Rungs 0 to 2 of chapter 1 against the fp64 reference: shapes, masks, empty rows, extreme logits, errors by name."""
 
+import importlib.util
 import os
 import secrets
 import subprocess
@@ -13,7 +14,7 @@ from fa3_course import paths, rungs
 from fa3_lib import reference
 
 SEED = int(os.environ.get("FA3_TEST_SEED", secrets.randbelow(2**31)))  # printed in every test id
-HAS_TRITON = rungs.importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 NUMBERS = ["0", "1", pytest.param("2", marks=pytest.mark.skipif(not HAS_TRITON, reason="Triton has Linux wheels only"))]
 DTYPES = {"0": torch.float16, "1": torch.float32, "2": torch.bfloat16}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,12 +41,10 @@ def call(number, q, k, v, scale=None, causal=False):
     return tuple(torch.from_numpy(x) for x in attention(*arrays, scale, causal))
 
 
-def draw(shape, dtype, gain=1.0, seed=SEED):
+def draw(shape, dtype):
     b, sq, sk, h, hk, d, dv = shape
-    g = torch.Generator().manual_seed(seed)
-    return tuple(
-        (gain * torch.randn(b, s, n, x, generator=g)).to(dtype) for s, n, x in ((sq, h, d), (sk, hk, d), (sk, hk, dv))
-    )
+    g = torch.Generator().manual_seed(SEED)
+    return tuple(torch.randn(b, s, n, x, generator=g).to(dtype) for s, n, x in ((sq, h, d), (sk, hk, d), (sk, hk, dv)))
 
 
 def assert_close(got, inputs, scale, causal):
@@ -55,9 +54,11 @@ def assert_close(got, inputs, scale, causal):
     eager, _ = rungs.find("0").load()(*inputs, scale, causal)
     assert out.shape == want.shape and lse.shape == want_lse.shape and lse.dtype == torch.float32
     assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse))
-    if out.numel() == 0:
+    if out.numel() == 0 or inputs[1].numel() == 0:
+        assert not out.any()
         return
-    rounding = 4 * torch.finfo(inputs[0].dtype).eps * want.abs().max()
+    # the output's last bit, and what sums of some hundred products lose in fp32
+    rounding = torch.finfo(inputs[0].dtype).eps * want.abs().max() + 3e-6 * inputs[2].double().abs().max()
     assert (out.double() - want).abs().max() <= 2 * (eager.double() - want).abs().max() + rounding
     seen = ~torch.isneginf(want_lse)
     torch.testing.assert_close(lse.double()[seen], want_lse[seen], rtol=1e-5, atol=1e-5)
@@ -143,7 +144,7 @@ def test_interpreter_multiplies_bf16_wrongly():
             a, b = a.to(tl.float32), b.to(tl.float32)
         tl.store(C + at, tl.dot(a, b))
 
-    product.__globals__["tl"] = tl
+    product.__globals__["tl"] = tl  # the interpreter looks for the language among a kernel's globals
     kernel = triton.jit(product)
     a, b = (torch.randn(16, 16, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (SEED, SEED + 1))
     errors = []

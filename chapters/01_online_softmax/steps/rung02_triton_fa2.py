@@ -249,10 +249,10 @@ def attention(
         q, scale = q * math.copysign(1.0, scale) if scale else q * 0, abs(scale) or 1.0
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
 
-    out = q.new_zeros(batch, seqlen_q, heads, head_dim_v)
-    lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=torch.float32)
-    if lse.numel() == 0 or seqlen_k == 0:
-        return out, lse
+    out = q.new_empty(batch, seqlen_q, heads, head_dim_v)
+    lse = q.new_empty(batch, heads, seqlen_q, dtype=torch.float32)
+    if lse.numel() == 0 or seqlen_k == 0:  # nothing to launch
+        return out.zero_(), lse.fill_(-math.inf)
     options = launch_options(head_dim, head_dim_v, q.dtype, causal)
     grid = (triton.cdiv(seqlen_q, options["TILE_M"]) * batch * heads,)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():

@@ -159,6 +159,7 @@ def _module(file: str):
 
 
 _CHAPTER_1 = "chapters/01_online_softmax/steps"
+_CHAPTER_2 = "chapters/02_tma_wgmma/steps"
 
 RUNGS = (
     Rung(
@@ -184,6 +185,23 @@ RUNGS = (
         "the loop as one GPU kernel",
         f"{_CHAPTER_1}/rung02_triton_fa2.py",
         "triton",
+    ),
+    Rung(
+        "3",
+        "TMA + WGMMA",
+        2,
+        "one warpgroup, one stage, everything waits",
+        f"{_CHAPTER_2}/rung03_tma_wgmma.py",
+        "hopper",
+    ),
+    Rung("4", "ring", 2, "a producer warp and a ring of stages", f"{_CHAPTER_2}/rung04_ring.py", "hopper"),
+    Rung(
+        "5",
+        "warp-specialised",
+        2,
+        "two consumer warpgroups, setmaxnreg",
+        f"{_CHAPTER_2}/rung05_warp_specialised.py",
+        "hopper",
     ),
     Rung("lib", "fa3_lib", 0, "the finished kernel", "fa3_lib/interface.py", "torch"),
 )

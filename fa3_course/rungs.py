@@ -63,7 +63,7 @@ class Rung:
     def sources(self) -> list[str]:
         """The files that make this kernel, relative to the root, sorted."""
         if self.number != "lib":
-            return [self.file]
+            return sorted([self.file, *(_CUTE_PARTS if self.needs == "hopper" else ())])
         root = paths.checkout()
         return sorted(p.relative_to(root).as_posix() for p in (root / "fa3_lib").rglob("*.py"))
 
@@ -157,6 +157,9 @@ def _module(file: str):
         raise
     return module
 
+
+# what the CuTe rungs import from the course: part of their kernels
+_CUTE_PARTS = ("fa3_course/device_softmax.py", "fa3_course/rung_host.py")
 
 _CHAPTER_1 = "chapters/01_online_softmax/steps"
 _CHAPTER_2 = "chapters/02_tma_wgmma/steps"

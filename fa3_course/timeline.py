@@ -203,11 +203,13 @@ def _middle(timeline: Timeline) -> tuple[float, float]:
     """A window of three rounds of the first consumer's main loop, in the middle of the run; all of it when it is short."""
     start, end = timeline.span
     first = _consumers(timeline)[:1]
-    rounds = _merged([e for e in timeline.events if e.lane == "tensor core" and e.role in first and e.name == "QK"])
+    gemms = sorted((e for e in timeline.events if e.lane == "tensor core" and e.role in first), key=lambda e: e.start)
+    before = ["", *(e.name for e in gemms)]
+    rounds = [e.start for e, last in zip(gemms, before, strict=False) if e.name == "QK" and last != "QK"]
     if len(rounds) < 5:
         return start, end
     i = (len(rounds) - 3) // 2
-    return rounds[i].start, rounds[i + 3].start
+    return rounds[i], rounds[i + 3]
 
 
 def _merged(events: list[Event]) -> list[Event]:

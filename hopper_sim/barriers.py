@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassedWait:
-    """A wait of a role that has passed: with which bit, what it learned ("new", "again", "fresh"), where and when."""
+    """A wait of a role that has passed: with which bit, what it learned ("new", "again", "fresh"), where and when, and
+    who completed the phase (role -> its instruction count at its last arrival)."""
 
     phase: int
     news: str
     site: Site
     op: int
+    arrivals: dict[str, int]
 
 
 class Mbarrier:
@@ -36,6 +38,8 @@ class Mbarrier:
         self.completed = 0  # phases
         self.arrived: dict[str, int] = {}  # arrivals of the open phase by role
         self.last_arrived: dict[str, int] = {}  # and of the phase before
+        self.arrival_ops: dict[str, int] = {}  # instruction counts of the roles at their last arrivals, open phase
+        self.last_arrival_ops: dict[str, int] = {}  # and of the phase before
         self.expected = 0  # bytes
         self.delivered = 0
         self.loads_in_flight = 0
@@ -79,7 +83,7 @@ class Mbarrier:
             return
         self.arrived[role.name] = self.arrived.get(role.name, 0) + count
         self.arrivers.add(role.name)
-        role.last_arrival[self.name] = role.ops
+        role.last_arrival[self.name] = self.arrival_ops[role.name] = role.ops
         join(self._incoming, role.release())
         self._maybe_complete(here())
 
@@ -132,6 +136,7 @@ class Mbarrier:
         if self.delivered:
             self.loaded_phases = self.completed
         self.last_arrived, self.arrived, self.expected, self.delivered, self._incoming = self.arrived, {}, 0, 0, {}
+        self.last_arrival_ops, self.arrival_ops = self.arrival_ops, {}
         ready, self.waiters = self.waiters, [(w, p) for w, p in self.waiters if self.completed % 2 == p]
         for waiting, phase in ready:
             if self.completed % 2 != phase:
@@ -139,7 +144,7 @@ class Mbarrier:
 
     def _pass(self, waiting: "Waiting", phase: int, site: Site) -> None:
         role = waiting.role
-        role.last_wait[self.name] = PassedWait(phase, self._news(role), site, role.ops)
+        role.last_wait[self.name] = PassedWait(phase, self._news(role), site, role.ops, self.last_arrival_ops)
         role.seen[self.name] = self.completed
         self.observed = max(self.observed, self.completed)
         join(role.clock, self._released)

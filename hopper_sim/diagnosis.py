@@ -17,8 +17,7 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
 
     def fill_barrier(access: Access) -> str | None:
         """The mbarrier of the last TMA load into these bytes."""
-        loads = [a for a in sm.memory.accesses if a.by == "TMA load" and a.overlaps(access)]
-        return loads[-1].lane[1] if loads else None
+        return next((load.lane[1] for load in reversed(sm.loads) if load.overlaps(access)), None)
 
     def explain(earlier: Access, now: Access) -> tuple[Kind, str] | None:
         if earlier.poison and now.by == "TMA load":
@@ -67,14 +66,15 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
                 Kind.WRONG_PHASE,
                 f". {writer.name}'s {name}.wait({wait.phase}) passed on a phase that it had already seen\n  that wait: {wait.site}",
             )
-        if reader.name in bar.arrivers and reader.name not in bar.last_arrived and wait.news == "new":
-            counts = ", ".join(f"{role} {count}" for role, count in bar.last_arrived.items())
-            return (
-                Kind.TOO_MANY_ARRIVALS,
-                f". {name} was completed by {bar.arrivals} arrivals ({counts}) without {reader.name}: someone arrives too often, or the count is too small",
-            )
-        if reader.name in bar.last_arrived:
+        if wait.news == "fresh":
+            return None
+        # did the reader arrive for this use of the tile in the phase that the writer saw complete?
+        if wait.arrivals.get(reader.name, 0) > earlier.op:
             return Kind.OVERWRITE_BEFORE_FREE, f": {reader.name} arrived on {name} before its read was over"
+        if reader.name in bar.arrivers:
+            who = ", ".join(wait.arrivals)
+            text = f". {name} takes {bar.arrivals} arrivals; they came from {who}, without one of {reader.name} after this read: someone arrives too often, or the count is too small"
+            return Kind.TOO_MANY_ARRIVALS, text
         return None
 
     return explain
@@ -106,10 +106,12 @@ def check_end(sm: "SM") -> None:
     stuck = [role for role in sm.roles if not role.returned]
     if stuck:
         raise _deadlock(sm, stuck)
-    for bar, phase, tile, site in sm.loads:
-        if bar.observed <= phase:
-            text = f"the load of {tile} (phase {phase} of {bar.name}) was never waited for: the loading role does one tile more than its readers"
-            raise Fault(Kind.ROLES_DISAGREE, text, site)
+    bars = {bar.name: bar for bar in sm.mbarrier_list}
+    for load in sm.loads:
+        bar = bars[load.lane[1]]
+        if bar.observed < load.number:
+            text = f"the load of {load.tile} (phase {load.number - 1} of {bar.name}) was never waited for: the loading role does one tile more than its readers"
+            raise Fault(Kind.ROLES_DISAGREE, text, load.site)
     for bar in sm.mbarrier_list:
         if bar.arrived:
             missing = ", ".join(sorted(bar.missing())) or "others"

@@ -42,6 +42,7 @@ class Access:
     number: int
     tile: str
     site: Site
+    op: int = 0  # the role's instruction count
     poison: int = 0  # bytes of a read that nothing had written
 
     def overlaps(self, other: "Access") -> bool:
@@ -188,6 +189,10 @@ class SharedTile:
         if other.nbytes > self.nbytes:
             raise misuse(f"{name} needs {other.nbytes} bytes, {self.name} has {self.nbytes}")
         return other
+
+    def access(self, role: "Role", write: bool, by: str, lane: Lane, number: int, site: Site) -> Access:
+        """An access of all of this tile, to be given to `SharedMemory.access`."""
+        return Access(self.offset, self.offset + self.nbytes, write, by, role, lane, number, self.name, site, role.ops)
 
     def peek(self) -> np.ndarray:
         """The numbers as float32 without any check: for the units of the simulator, never for a role."""

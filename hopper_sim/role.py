@@ -9,7 +9,7 @@ from hopper_sim import formats, tma, wgmma
 from hopper_sim.barriers import Mbarrier, PassedWait
 from hopper_sim.clock import when_all
 from hopper_sim.faults import Fault, Kind, Site, here, misuse
-from hopper_sim.memory import Access, GlobalTensor, RegisterTile, SharedTile, VectorClock
+from hopper_sim.memory import GlobalTensor, RegisterTile, SharedTile, VectorClock
 
 if TYPE_CHECKING:
     from hopper_sim.sm import SM
@@ -308,12 +308,7 @@ class Role:
     def _touch(self, tile: SharedTile, write: bool) -> None:
         self.sm.enter(self)
         lane = ("role", self.name)
-        self.sm.memory.access(
-            Access(
-                tile.offset, tile.offset + tile.nbytes, write, "role", self, lane, self.clock[lane], tile.name, here()
-            ),
-            self.clock,
-        )
+        self.sm.memory.access(tile.access(self, write, "role", lane, self.clock[lane], here()), self.clock)
 
     def _shared_time(self, tile: SharedTile, name: str) -> Waiting:
         machine = self.sm.machine

@@ -11,7 +11,7 @@ from hopper_sim.barriers import Mbarrier, NamedBarrier
 from hopper_sim.clock import Clock, Unit
 from hopper_sim.faults import Fault, Kind, Suspended, here, misuse
 from hopper_sim.machine import HOPPER, Machine
-from hopper_sim.memory import GlobalTensor, SharedMemory, SharedTile
+from hopper_sim.memory import Access, GlobalTensor, SharedMemory, SharedTile
 from hopper_sim.role import Role, Waiting
 from hopper_sim.timeline import Timeline
 
@@ -118,7 +118,7 @@ class SM:
         self.mbarrier_list: list[Mbarrier] = []
         self.named: dict[int, NamedBarrier] = {}
         self.register_pool = RegisterPool(self)
-        self.loads: list[tuple] = []  # (mbarrier, phase, tile, site) of every TMA load
+        self.loads: list[Access] = []  # every TMA load
         self.flops = 0.0
         self.suspended: list[Fault] = []  # roles that read poison, by their verdict if nothing arrives
         self.current: Role | None = None

@@ -6,7 +6,7 @@ import numpy as np
 
 from hopper_sim import formats
 from hopper_sim.faults import Fault, Kind, Site, here, misuse
-from hopper_sim.memory import Access, GlobalTensor, SharedTile
+from hopper_sim.memory import GlobalTensor, SharedTile
 
 if TYPE_CHECKING:
     from hopper_sim.barriers import Mbarrier
@@ -57,11 +57,9 @@ def load(
     site = here()
     check_box(tile, tensor, at, box)
     phase = bar.load_issued()
-    access = Access(
-        tile.offset, tile.offset + tile.nbytes, True, "TMA load", role, ("phase", bar.name), phase + 1, tile.name, site
-    )
+    access = tile.access(role, True, "TMA load", ("phase", bar.name), phase + 1, site)
     role.sm.memory.access(access, role.clock)
-    role.sm.loads.append((bar, phase, tile.name, site))
+    role.sm.loads.append(access)
 
     filled = np.zeros(box, dtype=tensor.stored.dtype)  # outside the tensor: zeros
     inside, within = tensor.box(at, box)
@@ -89,20 +87,7 @@ def store(role: "Role", tile: SharedTile, tensor: GlobalTensor, at: tuple[int, .
     site: Site = here()
     check_box(tile, tensor, at, box)
     group = role.stores.add(tile.name, site)
-    role.sm.memory.access(
-        Access(
-            tile.offset,
-            tile.offset + tile.nbytes,
-            False,
-            "TMA store",
-            role,
-            ("store", role.name),
-            group,
-            tile.name,
-            site,
-        ),
-        role.clock,
-    )
+    role.sm.memory.access(tile.access(role, False, "TMA store", ("store", role.name), group, site), role.clock)
 
     sm, machine = role.sm, role.sm.machine
     start = sm.clock.now

@@ -97,8 +97,13 @@ def make_tiles(sm: SM, p: Problem, loader: str = "producer") -> Tiles:
 
 
 def make_turns(sm: SM, config: ForwardConfig) -> list[NamedBarrier]:
-    """Ping-pong: barrier i says that consumer i may issue its GEMMs; it waits there, and the one before it arrives there."""
+    """Ping-pong: barrier i says that consumer i may issue its GEMMs; it waits there, and the one before it arrives there.
+
+    A single consumer has nobody to take turns with: no barriers.
+    """
     names = consumer_names(config)
+    if len(names) == 1:
+        return []
     turns = []
     for i, name in enumerate(names):
         before = names[i - 1]

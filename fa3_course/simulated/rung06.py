@@ -53,6 +53,8 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tu
 
 def build(sm: SM, p: parts.Problem, tile: tuple[int, int, int]) -> None:
     """One CTA: tile_m query rows, at least two consumers."""
+    if p.config.consumer_warpgroups < 2:
+        raise ValueError(f"rung 6: ping-pong takes two consumers, tile_m = {p.config.tile_m} has one; take 128 or 192")
     t = replace(parts.make_tiles(sm, p), turns=parts.make_turns(sm, p.config))
     sm.role("producer", rung05.producer, p, t, tile, threads=parts.WARP)
     for me, name in enumerate(parts.consumer_names(p.config)):

@@ -107,7 +107,7 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tu
 
 
 def build(sm: SM, p: parts.Problem, tile: tuple[int, int, int]) -> None:
-    """One CTA: tile_m query rows, at least two consumers."""
+    """One CTA: tile_m query rows; a single consumer takes no turns."""
     t = replace(parts.make_tiles(sm, p), turns=parts.make_turns(sm, p.config))
     sm.role("producer", producer, p, t, tile, threads=parts.WARP)
     for me, name in enumerate(parts.consumer_names(p.config)):

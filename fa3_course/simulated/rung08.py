@@ -34,7 +34,7 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, work: Wo
     acc_S = wg.registers("S", (WGMMA_M, c.tile_n))
     tOrP = wg.registers("P", (WGMMA_M, c.tile_n), p.q.dtype)
     acc_O = wg.registers("O", (WGMMA_M, c.head_dim_v))
-    if me == len(t.turns) - 1:
+    if t.turns and me == len(t.turns) - 1:
         t.turns[0].arrive()
     count = 0
     for number, tile in enumerate(work):

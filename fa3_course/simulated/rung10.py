@@ -87,9 +87,10 @@ async def consumer(wg: Role, me: int, p: Problem8, t: parts.Tiles, tile: tuple[i
     acc_O.write(0.0)
     rows = parts.OnlineSoftmax(wg, p, m, me, p.scale_log2 * p.q_descale[kv] * p.k_descale[kv], MAX_OFFSET)
     order = np.argsort(register_order(c.tile_n))
-    mine, next_one = t.turns[me], t.turns[(me + 1) % len(t.turns)]
-    if me == len(t.turns) - 1:
-        next_one.arrive()
+    if t.turns:
+        mine, next_one = t.turns[me], t.turns[(me + 1) % len(t.turns)]
+        if me == len(t.turns) - 1:
+            next_one.arrive()
 
     await t.q_full.wait(0)
     blocks = p.blocks(m)
@@ -97,7 +98,8 @@ async def consumer(wg: Role, me: int, p: Problem8, t: parts.Tiles, tile: tuple[i
     for i in range(len(blocks) + 1):  # QK of block i, PV of block i - 1
         slot, phase = i % c.stages, i // c.stages % 2
         last_slot, last_phase = (i - 1) % c.stages, (i - 1) // c.stages % 2
-        await mine.sync()
+        if t.turns:
+            await mine.sync()
         if i < len(blocks):
             await t.k_full[slot].wait(phase)
             wg.wgmma_fence()
@@ -115,7 +117,8 @@ async def consumer(wg: Role, me: int, p: Problem8, t: parts.Tiles, tile: tuple[i
                 short_accumulator=p.short_accumulator,
             )
             wg.commit()
-        next_one.arrive()
+        if t.turns:
+            next_one.arrive()
         if i < len(blocks):
             await wg.wait_group(1 if i > 0 else 0)
             t.k_empty[slot].arrive(parts.WARPS)

@@ -119,7 +119,7 @@ def test_products_and_accumulation(dtype, from_registers, mn_major):
 
 
 def test_the_short_accumulator_stops_where_the_card_does():
-    """All logits equal, P = 2**8, V = 1: an H200's sum stops at 2**22, that is after 16,384 keys (baselines/README.md)."""
+    """All logits equal, P = 2**8, V = 1: an H200's sum stops at 2**22, that is after 16,384 keys."""
     acc, p, v = np.zeros((1, 1), np.float32), np.full((1, 512), 256.0), np.ones((512, 1))
     sums = []
     for _ in range(2 * 16384 // 512):

@@ -37,7 +37,8 @@ LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
 
 # (tile_m, tile_n, warps, stages) by bytes per element and padded head dim: as large as the registers (S, P and O of a
-# thread) and 227 KB of shared memory (Q and `stages` tiles of K and V) allow without spills. Only fp32 at 256 spills.
+# thread) and 227 KB of shared memory (Q and `stages` tiles of K and V) allow without spills. Only fp32
+# above 64 spills more than a register.
 TILES = {
     2: {16: (128, 128, 8, 3), 32: (128, 128, 8, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
     4: {16: (64, 32, 4, 2), 32: (64, 32, 4, 2), 64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (32, 16, 8, 2)},
@@ -59,32 +60,36 @@ def attend(
     visible,  # (tile_m,) row r sees the keys below visible[r]
     seqlen_k,
     scale_log2,
-    mask_d,  # (1, padded_d) which columns exist
-    mask_v,
     TILE_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     PADDED_D: tl.constexpr,
     PADDED_V: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_V: tl.constexpr,
     MASKED: tl.constexpr,
     WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Adds the key tiles first .. last - 1 to (row_max, row_sum, acc_O). Masks are compiled in only where needed."""
     c = tl.arange(0, TILE_N)
+    d = tl.arange(0, PADDED_D)[None, :]
+    e = tl.arange(0, PADDED_V)[None, :]
     # one moving pointer per tensor and fixed offsets: a moving tensor of pointers would cost 2 registers per element
-    offset_k = c[:, None] * k_row + tl.arange(0, PADDED_D)[None, :]
-    offset_v = c[:, None] * v_row + tl.arange(0, PADDED_V)[None, :]
+    offset_k = c[:, None] * k_row + d
+    offset_v = c[:, None] * v_row + e
     for n in range(first, last):
         keys = n * TILE_N + c
         # loads past the end must give 0: a garbage NaN in V times a weight of 0 would still be NaN
         if MASKED:
             exists = (keys < seqlen_k)[:, None]
-            k = tl.load(K + offset_k, mask=exists & mask_d, other=0.0)
-            v = tl.load(V + offset_v, mask=exists & mask_v, other=0.0)
+            k = tl.load(K + offset_k, mask=exists & (d < HEAD_DIM), other=0.0)
+            v = tl.load(V + offset_v, mask=exists & (e < HEAD_DIM_V), other=0.0)
         else:
-            k = tl.load(K + offset_k) if EVEN_D else tl.load(K + offset_k, mask=mask_d, other=0.0)
-            v = tl.load(V + offset_v) if EVEN_V else tl.load(V + offset_v, mask=mask_v, other=0.0)
+            k = tl.load(K + offset_k, mask=d < HEAD_DIM, other=0.0) if HEAD_DIM < PADDED_D else tl.load(K + offset_k)
+            v = (
+                tl.load(V + offset_v, mask=e < HEAD_DIM_V, other=0.0)
+                if HEAD_DIM_V < PADDED_V
+                else tl.load(V + offset_v)
+            )
         if WIDEN:
             k, v = k.to(tl.float32), v.to(tl.float32)
 
@@ -106,7 +111,8 @@ def attend(
     return acc_O, row_max, row_sum
 
 
-@triton.jit
+# lengths and heads stay numbers of the launch, 1 included: one compile serves all shapes of a head dim
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads", "group"])
 def forward_kernel(
     Q,
     K,
@@ -129,16 +135,14 @@ def forward_kernel(
     seqlen_k,
     heads,
     group,  # query heads per KV head
-    head_dim,
-    head_dim_v,
     scale_log2,
     CAUSAL: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     PADDED_D: tl.constexpr,
     PADDED_V: tl.constexpr,
-    EVEN_D: tl.constexpr,
-    EVEN_V: tl.constexpr,
     WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -152,14 +156,13 @@ def forward_kernel(
     first_row = m.to(tl.int64) * TILE_M  # 64-bit: row * stride may pass 2^31
 
     r = tl.arange(0, TILE_M)
-    d = tl.arange(0, PADDED_D)
-    e = tl.arange(0, PADDED_V)
+    d = tl.arange(0, PADDED_D)[None, :]
+    e = tl.arange(0, PADDED_V)[None, :]
     rows = m * TILE_M + r
-    mask_d = (d < head_dim)[None, :]
-    mask_v = (e < head_dim_v)[None, :]
+    exists = (rows < seqlen_q)[:, None]
 
     Q += batch * q_batch + head * q_head + first_row * q_row
-    q = tl.load(Q + r[:, None] * q_row + d[None, :], mask=(rows < seqlen_q)[:, None] & mask_d, other=0.0)
+    q = tl.load(Q + r[:, None] * q_row + d, mask=exists & (d < HEAD_DIM), other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
     K += batch * k_batch + (head // group) * k_head
@@ -181,13 +184,13 @@ def forward_kernel(
     row_sum = tl.zeros([TILE_M], tl.float32)
     acc_O, row_max, row_sum = attend(
         acc_O, row_max, row_sum, q, K, V, k_row, v_row, 0, unmasked, visible, seqlen_k, scale_log2,
-        mask_d, mask_v, TILE_N, PADDED_D, PADDED_V, EVEN_D, EVEN_V, False, WIDEN, PRECISION,
+        TILE_N, HEAD_DIM, HEAD_DIM_V, PADDED_D, PADDED_V, False, WIDEN, PRECISION,
     )  # fmt: skip
     K += unmasked.to(tl.int64) * TILE_N * k_row
     V += unmasked.to(tl.int64) * TILE_N * v_row
     acc_O, row_max, row_sum = attend(
         acc_O, row_max, row_sum, q, K, V, k_row, v_row, unmasked, blocks, visible, seqlen_k, scale_log2,
-        mask_d, mask_v, TILE_N, PADDED_D, PADDED_V, EVEN_D, EVEN_V, True, WIDEN, PRECISION,
+        TILE_N, HEAD_DIM, HEAD_DIM_V, PADDED_D, PADDED_V, True, WIDEN, PRECISION,
     )  # fmt: skip
 
     empty = row_max == float("-inf")
@@ -196,7 +199,7 @@ def forward_kernel(
     tl.store(LSE + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
     O += batch * o_batch + head * o_head + first_row * o_row
     out = (acc_O * (1.0 / divisor)[:, None]).to(O.dtype.element_ty)
-    tl.store(O + r[:, None] * o_row + e[None, :], out, mask=(rows < seqlen_q)[:, None] & mask_v)
+    tl.store(O + r[:, None] * o_row + e, out, mask=exists & (e < HEAD_DIM_V))
 
 
 def launch_options(head_dim: int, head_dim_v: int, dtype: torch.dtype, causal: bool) -> dict:
@@ -207,10 +210,10 @@ def launch_options(head_dim: int, head_dim_v: int, dtype: torch.dtype, causal: b
         CAUSAL=causal,
         TILE_M=tile_m,
         TILE_N=tile_n,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
         PADDED_D=padded_d,
         PADDED_V=padded_v,
-        EVEN_D=padded_d == head_dim,
-        EVEN_V=padded_v == head_dim_v,
         # the interpreter multiplies bf16 operands of tl.dot as if their bits were integers (seen in 3.6 to 3.9)
         WIDEN=INTERPRETED and dtype == torch.bfloat16,
         PRECISION="tf32x3" if dtype == torch.float32 else "tf32",  # tf32 alone would keep 10 bits; 16 bit ignores it
@@ -258,7 +261,7 @@ def attention(
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         forward_kernel[grid](
             q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            seqlen_q, seqlen_k, heads, heads // kv_heads, head_dim, head_dim_v, scale * LOG2_E, **options,
+            seqlen_q, seqlen_k, heads, heads // kv_heads, scale * LOG2_E, **options,
         )  # fmt: skip
     return out, lse
 

@@ -177,6 +177,17 @@ def test_errors_name_the_argument(number, case):
         call(number, *inputs)
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton has Linux wheels only")
+@pytest.mark.parametrize("shared_memory", [65_536, 101_376, 232_448])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_fit_smaller_cards(shared_memory, dtype):
+    """Cards with less shared memory than a Hopper get smaller tiles, never an empty one."""
+    for head_dim in (8, 40, 64, 128, 192, 256):
+        o = rungs.find("2").module().launch_options(head_dim, head_dim, dtype, True, shared_memory)
+        tiles = o["TILE_M"] * o["PADDED_D"] + o["num_stages"] * o["TILE_N"] * (o["PADDED_D"] + o["PADDED_V"])
+        assert tiles * dtype.itemsize <= shared_memory and min(o["TILE_M"], o["TILE_N"]) >= 16 and o["num_stages"] >= 1
+
+
 CROSS_COMPILE = """
 import importlib.util, sys
 import torch

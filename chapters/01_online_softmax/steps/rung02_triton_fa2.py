@@ -35,40 +35,30 @@ if INTERPRETED and major_minor[0] < (3, 7) and major_minor[1] >= (2, 4):
 
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
+HOPPER_SHARED_MEMORY = 232_448  # bytes that one program may use (227 KB)
 
 # (tile_m, tile_n, warps, stages) by bytes per element and padded head dim: as large as the registers (S, P and O of a
-# thread) and 227 KB of shared memory (Q and `stages` tiles of K and V) allow without spills. Only fp32
-# above 64 spills more than a register.
+# thread) and a Hopper's shared memory allow without spills. Only fp32 above 64 spills more than a register.
 TILES = {
     2: {16: (128, 128, 8, 3), 32: (128, 128, 8, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
     4: {16: (64, 32, 4, 2), 32: (64, 32, 4, 2), 64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (32, 16, 8, 2)},
 }
 
 
+# fmt: off
 @triton.jit
 def attend(
-    acc_O,  # (tile_m, padded_v) fp32
-    row_max,  # (tile_m,) fp32, raw scores
-    row_sum,  # (tile_m,) fp32
+    acc_O, row_max, row_sum,  # (tile_m, padded_v), (tile_m,), (tile_m,); all fp32, row_max in raw scores
     q,  # (tile_m, padded_d)
-    K,  # pointer to key `first` * TILE_N of this head
-    V,
-    k_row,
-    v_row,
-    first,  # key tiles first <= n < last
-    last,
+    K, V,  # pointers to key `first * TILE_N` of this head
+    k_row, v_row,
+    first, last,  # key tiles first <= n < last
     visible,  # (tile_m,) row r sees the keys below visible[r]
-    seqlen_k,
-    scale_log2,
-    TILE_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    PADDED_V: tl.constexpr,
-    MASKED: tl.constexpr,
-    WIDEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    seqlen_k, scale_log2,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PADDED_D: tl.constexpr,
+    PADDED_V: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
+    # fmt: on
     """Adds the key tiles first .. last - 1 to (row_max, row_sum, acc_O). Masks are compiled in only where needed."""
     c = tl.arange(0, TILE_N)
     d = tl.arange(0, PADDED_D)[None, :]
@@ -76,20 +66,17 @@ def attend(
     # one moving pointer per tensor and fixed offsets: a moving tensor of pointers would cost 2 registers per element
     offset_k = c[:, None] * k_row + d
     offset_v = c[:, None] * v_row + e
+    in_d, in_v = d < HEAD_DIM, e < HEAD_DIM_V
     for n in range(first, last):
         keys = n * TILE_N + c
         # loads past the end must give 0: a garbage NaN in V times a weight of 0 would still be NaN
         if MASKED:
             exists = (keys < seqlen_k)[:, None]
-            k = tl.load(K + offset_k, mask=exists & (d < HEAD_DIM), other=0.0)
-            v = tl.load(V + offset_v, mask=exists & (e < HEAD_DIM_V), other=0.0)
+            k = tl.load(K + offset_k, mask=exists & in_d, other=0.0)
+            v = tl.load(V + offset_v, mask=exists & in_v, other=0.0)
         else:
-            k = tl.load(K + offset_k, mask=d < HEAD_DIM, other=0.0) if HEAD_DIM < PADDED_D else tl.load(K + offset_k)
-            v = (
-                tl.load(V + offset_v, mask=e < HEAD_DIM_V, other=0.0)
-                if HEAD_DIM_V < PADDED_V
-                else tl.load(V + offset_v)
-            )
+            k = tl.load(K + offset_k) if HEAD_DIM == PADDED_D else tl.load(K + offset_k, mask=in_d, other=0.0)
+            v = tl.load(V + offset_v) if HEAD_DIM_V == PADDED_V else tl.load(V + offset_v, mask=in_v, other=0.0)
         if WIDEN:
             k, v = k.to(tl.float32), v.to(tl.float32)
 
@@ -112,40 +99,19 @@ def attend(
 
 
 # lengths and heads stay numbers of the launch, 1 included: one compile serves all shapes of a head dim
+# fmt: off
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads", "group"])
 def forward_kernel(
-    Q,
-    K,
-    V,
-    O,
+    Q, K, V, O,  # (batch, seqlen, heads, head_dim) with any strides but the last, which is 1
     LSE,  # (batch, heads, seqlen_q) fp32, contiguous
-    q_batch,  # strides in elements; the last dim is contiguous everywhere
-    q_row,
-    q_head,
-    k_batch,
-    k_row,
-    k_head,
-    v_batch,
-    v_row,
-    v_head,
-    o_batch,
-    o_row,
-    o_head,
-    seqlen_q,
-    seqlen_k,
-    heads,
-    group,  # query heads per KV head
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, o_batch, o_row, o_head,  # strides
+    seqlen_q, seqlen_k, heads, group,  # group: query heads per KV head
     scale_log2,
-    CAUSAL: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    PADDED_V: tl.constexpr,
-    WIDEN: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, PADDED_D: tl.constexpr, PADDED_V: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    # fmt: on
     """One program: one tile of queries of one head, against all keys that it sees."""
     tiles = tl.cdiv(seqlen_q, TILE_M)
     m = tl.program_id(0) % tiles
@@ -202,10 +168,22 @@ def forward_kernel(
     tl.store(O + r[:, None] * o_row + e, out, mask=exists & (e < HEAD_DIM_V))
 
 
-def launch_options(head_dim: int, head_dim_v: int, dtype: torch.dtype, causal: bool) -> dict:
-    """Compile-time constants, warps and stages of the kernel for these tensors."""
+def launch_options(
+    head_dim: int, head_dim_v: int, dtype: torch.dtype, causal: bool, shared_memory: int = HOPPER_SHARED_MEMORY
+) -> dict:
+    """Compile-time constants, warps and stages of the kernel for these tensors, within so many bytes of shared memory."""
     padded_d, padded_v = (max(16, triton.next_power_of_2(x)) for x in (head_dim, head_dim_v))
     tile_m, tile_n, warps, stages = TILES[dtype.itemsize][max(padded_d, padded_v)]
+    # Q and `stages` tiles of K and V must fit; other cards than Hopper have less than half of its shared memory
+    while (tile_m * padded_d + stages * tile_n * (padded_d + padded_v)) * dtype.itemsize > shared_memory:
+        if stages > 2:
+            stages -= 1
+        elif tile_n > 16:
+            tile_n //= 2
+        elif tile_m > 16:
+            tile_m, warps = tile_m // 2, max(4, warps // 2)
+        else:
+            stages -= 1
     return dict(
         CAUSAL=causal,
         TILE_M=tile_m,
@@ -256,7 +234,10 @@ def attention(
     lse = q.new_empty(batch, heads, seqlen_q, dtype=torch.float32)
     if lse.numel() == 0 or seqlen_k == 0:  # nothing to launch
         return out.zero_(), lse.fill_(-math.inf)
-    options = launch_options(head_dim, head_dim_v, q.dtype, causal)
+    available = HOPPER_SHARED_MEMORY
+    if q.is_cuda:
+        available = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    options = launch_options(head_dim, head_dim_v, q.dtype, causal, available)
     grid = (triton.cdiv(seqlen_q, options["TILE_M"]) * batch * heads,)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         forward_kernel[grid](

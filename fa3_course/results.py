@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+EXPERIMENTS = "experiments_"  # files of variants that a lesson compares, apart from the runs of whole kernels
 
 # A keyword of Python cannot be the name of a field, so the JSON key "pass" is the attribute `direction`.
 _JSON_NAME = {"direction": "pass"}
@@ -176,8 +177,15 @@ def read(path: str | Path) -> Run:
 
 
 def load(directory: str | Path = RESULTS) -> list[Run]:
-    """All stored runs, oldest first; an empty list where none are stored."""
-    return sorted((read(path) for path in Path(directory).glob("*.json")), key=lambda run: run.date)
+    """All stored runs of `bench.forward`, oldest first; an empty list where none are stored."""
+    paths = (path for path in Path(directory).glob("*.json") if not path.name.startswith(EXPERIMENTS))
+    return sorted((read(path) for path in paths), key=lambda run: run.date)
+
+
+def experiments(chapter: str, directory: str | Path = RESULTS) -> Run | None:
+    """The newest run of a chapter's experiments ("02": `experiments_02_*.json`), None where none is stored."""
+    runs = [read(path) for path in Path(directory).glob(f"{EXPERIMENTS}{chapter}_*.json")]
+    return max((run for run in runs if run.gpu), key=lambda run: run.date, default=None)
 
 
 def latest(runs: Sequence[Run] | None = None, kernel: str | None = None) -> Run | None:

@@ -4,8 +4,15 @@ A kernel class is constructed as `Kernel(config, element_type)` and called by th
 `(mQ, mK, mV, mO, mLSE, softmax_scale, stream)`.
 """
 
+import atexit
+import importlib.util
 import math
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import cutlass
 import cutlass.cute as cute
@@ -121,3 +128,30 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.device != q.device or not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
             raise ValueError(f"{name} must be on a Hopper GPU, all three on the same, got {x.device}")
+
+
+def edited(file: Path, *changes: tuple[str, str]) -> ModuleType:
+    """A rung's module with some of its text changed: to see what a line is worth, or what its absence breaks.
+
+    Args:
+        file: the rung's source.
+        changes: (old, new); each old text must occur exactly once.
+
+    Raises:
+        ValueError: when a text to change is not there, or there more than once.
+    """
+    source = file.read_text(encoding="utf-8")
+    for old, new in changes:
+        if source.count(old) != 1:
+            raise ValueError(f"{old!r} occurs {source.count(old)} times in {file.name}, not once")
+        source = source.replace(old, new)
+    # the DSL reads a function's source from its file, so there has to be one, as long as the process lives
+    folder = Path(tempfile.mkdtemp(prefix="fa3_edited_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / file.name
+    path.write_text(source, encoding="utf-8")
+    name = f"{folder.name}.{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

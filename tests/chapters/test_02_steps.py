@@ -174,7 +174,7 @@ def test_empty_tensors(number):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stages", (1, 2, 3))
+@pytest.mark.parametrize("stages", (1, 2, 4))
 @pytest.mark.parametrize("tile_n", (48, 64, 128))
 @pytest.mark.parametrize("number", ("4", "5"))
 def test_stages_and_tiles_do_not_change_the_answer(number, tile_n, stages):
@@ -224,3 +224,12 @@ def test_steps_are_where_the_lesson_looks():
     assert {rungs.find(n).file for n in NUMBERS} <= {
         p.relative_to(paths.checkout()).as_posix() for p in folder.iterdir()
     }
+
+
+def test_edited_rungs_say_what_they_do_not_find():
+    from fa3_course import rung_host
+
+    file = paths.checkout() / rungs.find("5").file
+    with pytest.raises(ValueError, match=r"occurs 0 times in rung05_warp_specialised\.py"):
+        rung_host.edited(file, ("setmaxregister_vanish", ""))
+    assert rung_host.edited(file, ("TILE_M = 2 * WGMMA_M", "TILE_M = WGMMA_M")).TILE_M == 64

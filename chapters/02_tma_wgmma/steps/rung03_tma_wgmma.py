@@ -193,7 +193,6 @@ class Attention:
         cfg = self.config
         mmas_qk = (self.make_mma_qk(accumulate=False), self.make_mma_qk(accumulate=True))
         thr_qk, thr_pv = mmas_qk[0].get_slice(thread), mma_pv.get_slice(thread)
-        tSrQ = mmas_qk[0].make_fragment_A(thr_qk.partition_A(sQ))
         tSrK = mmas_qk[0].make_fragment_B(thr_qk.partition_B(sK))
         tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sV))
         acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((WGMMA_M, cfg.tile_n)), Float32)
@@ -206,6 +205,7 @@ class Attention:
         row_sum.fill(0.0)
 
         cute.arch.mbarrier_wait(q_barrier, 0)
+        tSrQ = self.q_operand(mmas_qk[0], thread, sQ)
         phase = Int32(0)  # of the K and V barriers: it flips with every tile
         # blocks that need the mask come first (the highest n), the others run without it
         for i in cutlass.range(n_blocks - n_unmasked, unroll=1):
@@ -222,6 +222,10 @@ class Attention:
             self.pv(mma_pv, acc_S, tOrP, tOrV, acc_O, shrink, copy_V, n, phase)
             phase ^= 1
         return acc_O, row_max, row_sum
+
+    def q_operand(self, mma_qk, thread, sQ):
+        """Q as WGMMA reads it: descriptors of its place in shared memory, from which every key block reads it anew."""
+        return mma_qk.make_fragment_A(mma_qk.get_slice(thread).partition_A(sQ))
 
     @cute.jit
     def qk(self, mmas_qk, tSrQ, tSrK, acc_S, copy_K, n, phase):
@@ -294,7 +298,7 @@ def partition_tma(atom, smem, gmem):
 def make_config(head_dim: int, causal: bool) -> ForwardConfig:
     """This rung's tiles for head dims up to `head_dim`; TMA fills the missing columns with zeros."""
     d = next(d for d in TILE_N if d >= head_dim)
-    return ForwardConfig(d, d, TILE_M, TILE_N[d], STAGES, causal).validate()
+    return ForwardConfig(d, d, TILE_M, TILE_N[d], stages=STAGES, causal=causal).validate()
 
 
 def compile_rung(config: ForwardConfig, dtype: torch.dtype, options: str = ""):

@@ -39,17 +39,17 @@ def report_rung(
         cubin = _triton_cubin_apart(rung, head_dim, causal, dtype)
         reports = sass.cubin_report(cubin)
     else:
-        from fa3_lib.config import forward_config
-
         if rung.number == "lib":
+            from fa3_lib.config import forward_config
             from fa3_lib.forward_sm90 import compile_forward
+
+            compile_fn, config = compile_forward, forward_config(head_dim, head_dim, causal)
         else:
-            compile_forward = rung.module().compile_forward
-        config = forward_config(head_dim, head_dim, causal)
+            compile_fn, config = rung.module().compile_rung, rung.module().make_config(head_dim, causal)
         cubins: list[bytes] = []
 
         def compile_kernel(options: str):
-            compiled = compile_forward(config, element, options)
+            compiled = compile_fn(config, element, options)
             cubins.append(compiled.__cubin__)
             return compiled
 

@@ -9,6 +9,7 @@ else is rebuilt. Processes that need the same kernel at once wait for the first 
 import functools
 import hashlib
 import os
+import platform
 import tempfile
 import threading
 from importlib import metadata
@@ -29,13 +30,13 @@ VERSIONED_PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
 _kernels: dict = {}
 
 
-def forward_kernel(config: ForwardConfig, dtype: torch.dtype):
-    """The launchable kernel `fn(q, k, v, out, lse, softmax_scale)`, compiled or loaded on first use.
+def forward_kernel(config: ForwardConfig, dtype: torch.dtype, with_lse: bool):
+    """The launchable kernel `fn(q, k, v, out, lse, softmax_scale, max_ctas)`, compiled or loaded on first use.
 
     Raises:
         RuntimeError: when a CUDA graph is being captured and the kernel is not loaded yet.
     """
-    key = (config, dtype)
+    key = (config, dtype, with_lse)
     kernel = _kernels.get(key)
     if kernel is None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -46,7 +47,7 @@ def forward_kernel(config: ForwardConfig, dtype: torch.dtype):
         with COMPILE_LOCK:
             kernel = _kernels.get(key)
             if kernel is None:
-                kernel = _kernels[key] = _load_or_compile(config, dtype)
+                kernel = _kernels[key] = _load_or_compile(*key)
     return kernel
 
 
@@ -56,9 +57,9 @@ def cache_dir() -> Path | None:
     return Path(folder).expanduser() if folder else None
 
 
-def cache_key(config: ForwardConfig, dtype: torch.dtype) -> str:
+def cache_key(config: ForwardConfig, dtype: torch.dtype, with_lse: bool) -> str:
     """Hash over everything that the machine code depends on."""
-    return hashlib.sha256(f"{_source_and_versions()} {config} {dtype}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{_source_and_versions()} {config} {dtype} {with_lse}".encode()).hexdigest()[:32]
 
 
 @functools.cache
@@ -66,30 +67,30 @@ def _source_and_versions() -> str:
     digest = hashlib.sha256()
     for name in DEVICE_SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
-    return digest.hexdigest() + "".join(f" {p}={metadata.version(p)}" for p in VERSIONED_PACKAGES)
+    return digest.hexdigest() + platform.machine() + "".join(f" {p}={metadata.version(p)}" for p in VERSIONED_PACKAGES)
 
 
-def _load_or_compile(config: ForwardConfig, dtype: torch.dtype):
+def _load_or_compile(*key):
     folder = cache_dir()
     if folder is None:
-        return _compile(config, dtype)
+        return _compile(*key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{cache_key(config, dtype)}.o"
+        path = folder / f"{cache_key(*key)}.o"
         with FileLock(path.with_suffix(".lock")):
             kernel = _load(path)
             if kernel is None:
-                kernel = _compile(config, dtype)
+                kernel = _compile(*key)
                 _save(kernel, path)
             return kernel
     except OSError:  # a read-only or full disk costs the cache, not the kernel
-        return _compile(config, dtype)
+        return _compile(*key)
 
 
-def _compile(config: ForwardConfig, dtype: torch.dtype):
+def _compile(config: ForwardConfig, dtype: torch.dtype, with_lse: bool):
     from fa3_lib.forward_sm90 import compile_forward
 
-    return compile_forward(config, dtype, options="--enable-tvm-ffi")
+    return compile_forward(config, dtype, options="--enable-tvm-ffi", with_lse=with_lse)
 
 
 def _load(path: Path):
@@ -97,11 +98,11 @@ def _load(path: Path):
     import cutlass.cute as cute
 
     try:
-        checksum, content = path.with_suffix(".sha256").read_text(), path.read_bytes()
+        checksum, content = path.with_suffix(".sha256").read_bytes(), path.read_bytes()
     except FileNotFoundError:
         return None
     # checked before loading: a truncated object file would crash the process instead of raising
-    if hashlib.sha256(content).hexdigest() != checksum:
+    if hashlib.sha256(content).hexdigest().encode() != checksum:
         return None
     try:
         return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[SYMBOL]

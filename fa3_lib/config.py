@@ -33,6 +33,7 @@ class ForwardConfig:
         tile_n: keys of one step of the main loop (the paper's B_c).
         stages: slots of the K ring and of the V ring.
         causal: whether the kernel is compiled with the bottom-right aligned causal mask.
+        ping_pong: whether the consumer warpgroups take turns in issuing their GEMMs.
         element_bytes: bytes of one element of Q, K and V (2 for fp16 and bf16).
     """
 
@@ -42,6 +43,7 @@ class ForwardConfig:
     tile_n: int
     stages: int = 2
     causal: bool = False
+    ping_pong: bool = False
     element_bytes: int = 2
 
     # --- roles ---------------------------------------------------------------------------------------------------
@@ -119,11 +121,12 @@ class ForwardConfig:
             blocks = min(blocks, max(ceil_div(visible, self.tile_n), 0))
         return blocks
 
-    def unmasked_key_blocks(self, m_block, seqlen_q, seqlen_k, min=min, max=max):
-        """Of those, how many (the lowest n) need no mask at all: every key exists and every row of the tile sees it."""
+    def unmasked_key_blocks(self, m_block, seqlen_q, seqlen_k, min=min, max=max, consumer=0):
+        """Of those, how many (the lowest n) need no mask at all: every key exists and every row of `consumer` (and of
+        the consumers after it) sees it. Consumer 0 stands for the whole tile."""
         blocks = seqlen_k // self.tile_n
         if self.causal:
-            visible = m_block * self.tile_m + 1 + seqlen_k - seqlen_q
+            visible = m_block * self.tile_m + consumer * WGMMA_M + 1 + seqlen_k - seqlen_q
             blocks = min(blocks, max(visible // self.tile_n, 0))
         return blocks
 
@@ -142,12 +145,21 @@ class ForwardConfig:
     def validate(self) -> "ForwardConfig":
         """Returns self, or raises ValueError with the broken rule and the budget."""
         checks = (
-            (self.head_dim % SWIZZLE_ELEMENTS == 0 and self.head_dim_v % SWIZZLE_ELEMENTS == 0, "head dims must be multiples of 64"),
-            (self.tile_m % WGMMA_M == 0 and self.consumer_warpgroups in REGISTER_SPLIT, "tile_m must be 64, 128 or 192"),
+            (
+                self.head_dim % SWIZZLE_ELEMENTS == 0 and self.head_dim_v % SWIZZLE_ELEMENTS == 0,
+                "head dims must be multiples of 64",
+            ),
+            (
+                self.tile_m % WGMMA_M == 0 and self.consumer_warpgroups in REGISTER_SPLIT,
+                "tile_m must be 64, 128 or 192",
+            ),
             (self.tile_n % 16 == 0 and 16 <= self.tile_n <= 256, "tile_n must be a multiple of 16 in 16..256"),
-            (self.stages >= 1, "at least one stage"),
+            (self.stages in (1, 2, 4, 8), "stages must be 1, 2, 4 or 8"),
             (self.smem_bytes <= SMEM_LIMIT, "shared memory exceeded"),
-            (self.accumulator_registers + 24 <= self.consumer_registers, "accumulators leave fewer than 24 registers for the rest"),
+            (
+                self.accumulator_registers + 24 <= self.consumer_registers,
+                "accumulators leave fewer than 24 registers for the rest",
+            ),
         )
         for ok, rule in checks:
             if not ok:
@@ -155,14 +167,14 @@ class ForwardConfig:
         return self
 
 
-# Tiles by compiled head dim. 128 query rows for two consumer warpgroups; key tiles as wide as shared memory and the
-# register budget allow (d256: 80 keys, since two stages of 96 need more than 227 KB).
-TILES = {64: (128, 128), 128: (128, 128), 192: (128, 96), 256: (128, 80)}
+# (tile_m, tile_n, ping_pong) by compiled head dim: as many keys as shared memory and registers allow (d256: 80, since two
+# stages of 96 need more than 227 KB), three consumers where a row's output is narrow enough for 160 registers.
+TILES = {64: (192, 128, True), 128: (128, 128, True), 192: (128, 112, True), 256: (128, 80, True)}
 
 
 def forward_config(head_dim: int, head_dim_v: int, causal: bool) -> ForwardConfig:
     """The configuration that serves tensors of these head dims (multiples of 8, at most 256)."""
     widest = max(head_dim, head_dim_v)
     tile_d = next(d for d in HEAD_DIMS if d >= widest)
-    tile_m, tile_n = TILES[tile_d]
-    return ForwardConfig(tile_d, tile_d, tile_m, tile_n, causal=causal).validate()
+    tile_m, tile_n, ping_pong = TILES[tile_d]
+    return ForwardConfig(tile_d, tile_d, tile_m, tile_n, causal=causal, ping_pong=ping_pong).validate()

@@ -1,16 +1,19 @@
-"""The forward kernel for Hopper (sm_90a): TMA, WGMMA, warp specialisation.
+"""The forward kernel for Hopper (sm_90a): TMA, WGMMA, warp specialisation, ping-pong, overlap, persistent CTAs.
 
-One CTA computes `tile_m` query rows of one head. Its roles (counts and bytes are `ForwardConfig`'s):
+One CTA per SM walks over tiles of `tile_m` query rows of one head. Its roles (counts and bytes are `ForwardConfig`'s):
 
-    producer     warp 0 of warpgroup 0: one thread starts the TMA loads of Q, then K(n), V(n) for n from the last key
-                 block down; gives its registers to the consumers (setmaxnreg)
-    consumers    warpgroups 1..: 64 query rows each, independent of one another: S = Q K^T (both from shared memory),
-                 online softmax in registers, O += P V (P from registers), epilogue through the warpgroup's own Q memory
+    load_kv      warp 0: one thread starts the TMA loads of K(n), V(n), for n from the last key block down
+    load_q       warp 1: one thread starts the TMA loads of each consumer's 64 query rows
+    consume      warpgroups 1..: 64 query rows each, S = Q K^T and O += P V by WGMMA, online softmax in registers between
+                 them, epilogue through the warpgroup's own Q memory. Softmax(n) runs while the tensor cores work on the
+                 warpgroup's P V of the block before and on the other warpgroups' GEMMs
 
-    barrier      full when                      free when
-    Q            1 arrival + q_bytes            never reused
-    K ring       1 arrival + k_bytes per stage  one arrival per consumer warp
-    V ring       1 arrival + v_bytes per stage  one arrival per consumer warp
+Warpgroup 0 (the loads) hands its registers to the consumers by setmaxnreg. Barriers, all mbarriers in shared memory:
+
+    barrier      one per              full when                        free when
+    K ring       stage                1 arrival + k_bytes              one arrival per consumer warp
+    V ring       stage                1 arrival + v_bytes              one arrival per consumer warp
+    Q            consumer             1 arrival + its share of q_bytes 1 arrival: its output has left the same memory
 """
 
 import enum
@@ -19,10 +22,9 @@ import math
 import cutlass
 import cutlass.cute as cute
 import cutlass.cute.nvgpu as nvgpu
-import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 import torch
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.tensor_utils import LayoutEnum
@@ -32,13 +34,15 @@ from fa3_lib.compiler import COMPILE_LOCK
 from fa3_lib.config import WARPGROUP, WGMMA_M, ForwardConfig, ceil_div
 
 WARP = 32
+WARPS_PER_GROUP = WARPGROUP // WARP
 ALIGN_SWIZZLE = 1024  # bytes: 128-byte swizzled tiles start on the 8-row pattern's boundary
 
 
 class NamedBarrier(enum.IntEnum):
     """Hardware barriers 1..15 of a CTA; 0 belongs to sync_threads()."""
 
-    EPILOGUE = 1  # + consumer index: the warps of one consumer warpgroup, around its output tile
+    EPILOGUE = 1  # + consumer: the warps of one consumer, around its output tile
+    TURN = 4  # + consumer: it may issue its GEMMs (the consumer waits, the one before it arrives)
 
 
 class ForwardSm90:
@@ -55,8 +59,9 @@ class ForwardSm90:
         mK: cute.Tensor,  # (b, sk, hk, d)
         mV: cute.Tensor,  # (b, sk, hk, dv)
         mO: cute.Tensor,  # (b, sq, h, dv)
-        mLSE: cute.Tensor,  # (b, h, sq) fp32
+        mLSE: cute.Tensor | None,  # (b, h, sq) fp32, if wanted
         softmax_scale: Float32,
+        max_ctas: Int32,
         stream,
     ):
         cfg, dtype = self.config, self.dtype
@@ -73,27 +78,23 @@ class ForwardSm90:
         sV_layout = hopper.make_smem_layout_b(col_major, (WGMMA_M, cfg.head_dim_v, cfg.tile_n), dtype, cfg.stages)
         sO_layout = hopper.make_smem_layout_epi(dtype, row_major, (WGMMA_M, cfg.head_dim_v), consumers)
 
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        one_stage = (None, None, 0)
-        tma_Q, mQ = cpasync.make_tiled_tma_atom(
-            load, mQ, cute.slice_(sQ_layout, one_stage), (WGMMA_M, cfg.head_dim)
-        )
-        tma_K, mK = cpasync.make_tiled_tma_atom(
-            load, mK, cute.slice_(sK_layout, one_stage), (cfg.tile_n, cfg.head_dim)
-        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        one_tile = (None, None, 0)
+        tma_Q, mQ = cpasync.make_tiled_tma_atom(load, mQ, cute.slice_(sQ_layout, one_tile), (WGMMA_M, cfg.head_dim))
+        tma_K, mK = cpasync.make_tiled_tma_atom(load, mK, cute.slice_(sK_layout, one_tile), (cfg.tile_n, cfg.head_dim))
         tma_V, mV = cpasync.make_tiled_tma_atom(
-            load, mV, cute.slice_(sV_layout, one_stage), (cfg.head_dim_v, cfg.tile_n)
+            load, mV, cute.slice_(sV_layout, one_tile), (cfg.head_dim_v, cfg.tile_n)
         )
-        tma_O, mO = cpasync.make_tiled_tma_atom(
-            store, mO, cute.slice_(sO_layout, one_stage), (WGMMA_M, cfg.head_dim_v)
-        )
+        tma_O, mO = cpasync.make_tiled_tma_atom(store, mO, cute.slice_(sO_layout, one_tile), (WGMMA_M, cfg.head_dim_v))
 
         @cute.struct
         class SharedStorage:
-            q_barrier: cute.struct.MemRange[cutlass.Int64, 1]
-            k_barriers: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
-            v_barriers: cute.struct.MemRange[cutlass.Int64, 2 * cfg.stages]
+            q_full: cute.struct.MemRange[Int64, consumers]
+            q_empty: cute.struct.MemRange[Int64, consumers]
+            k_full: cute.struct.MemRange[Int64, cfg.stages]
+            k_empty: cute.struct.MemRange[Int64, cfg.stages]
+            v_full: cute.struct.MemRange[Int64, cfg.stages]
+            v_empty: cute.struct.MemRange[Int64, cfg.stages]
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sQ_layout)], ALIGN_SWIZZLE]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sK_layout)], ALIGN_SWIZZLE]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sV_layout)], ALIGN_SWIZZLE]
@@ -101,12 +102,27 @@ class ForwardSm90:
         self.shared_storage = SharedStorage
 
         # one-dimensional: the y and z limits of a grid (65,535) are within reach of heads times batch
-        m_blocks = ceil_div(mQ.shape[0], cfg.tile_m)
+        tiles_per_unit = 2 if const_expr(cfg.causal) else 1
+        units = ceil_div(ceil_div(mQ.shape[0], cfg.tile_m), tiles_per_unit) * mQ.shape[2] * mQ.shape[3]
+        ctas = cutlass.min(units, max_ctas)
         self.kernel(
-            tma_Q, mQ, tma_K, mK, tma_V, mV, tma_O, mO, mLSE,
-            sQ_layout, sK_layout, sV_layout, sO_layout, softmax_scale * math.log2(math.e),
-        ).launch(  # fmt: skip
-            grid=[m_blocks * mQ.shape[2] * mQ.shape[3], 1, 1],
+            tma_Q,
+            mQ,
+            tma_K,
+            mK,
+            tma_V,
+            mV,
+            tma_O,
+            mO,
+            mLSE,
+            sQ_layout,
+            sK_layout,
+            sV_layout,
+            sO_layout,
+            softmax_scale * math.log2(math.e),
+            ceil_div(units, ctas) * tiles_per_unit,
+        ).launch(
+            grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
             smem=SharedStorage.size_in_bytes(),
             stream=stream,
@@ -124,12 +140,13 @@ class ForwardSm90:
         mV: cute.Tensor,  # (dv, sk, hk, b)
         tma_O: cute.CopyAtom,
         mO: cute.Tensor,  # (sq, dv, h, b)
-        mLSE: cute.Tensor,  # (b, h, sq)
+        mLSE: cute.Tensor | None,  # (b, h, sq)
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
         sO_layout: cute.ComposedLayout,
         scale_log2: Float32,
+        rounds: Int32,  # tiles of the busiest CTA
     ):
         cfg = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -142,48 +159,291 @@ class ForwardSm90:
         sK = storage.k.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (tile_n, d, stage)
         sV = storage.v.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)  # (dv, tile_n, stage)
         sO = storage.q.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (64, dv, consumer): Q's memory
-
-        q_barrier = storage.q_barrier.data_ptr()
+        q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
+        v_full, v_empty = storage.v_full.data_ptr(), storage.v_empty.data_ptr()
         if warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(q_barrier, cfg.full_arrivals)
-        # the second ring's creation fences the barriers' initialisation and synchronises the CTA
-        pipe_K = self.make_ring(storage.k_barriers.data_ptr(), cfg.k_bytes, defer_sync=True)
-        pipe_V = self.make_ring(storage.v_barriers.data_ptr(), cfg.v_bytes, defer_sync=False)
+                for i in cutlass.range_constexpr(cfg.consumer_warpgroups):
+                    cute.arch.mbarrier_init(q_full + i, cfg.full_arrivals)
+                    cute.arch.mbarrier_init(q_empty + i, 1)
+                for stage in cutlass.range_constexpr(cfg.stages):
+                    cute.arch.mbarrier_init(k_full + stage, cfg.full_arrivals)
+                    cute.arch.mbarrier_init(k_empty + stage, cfg.empty_arrivals)
+                    cute.arch.mbarrier_init(v_full + stage, cfg.full_arrivals)
+                    cute.arch.mbarrier_init(v_empty + stage, cfg.empty_arrivals)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
 
-        m_block, head, batch = self.tile_coordinates(mQ)
-        group = mQ.shape[2] // mK.shape[2]  # query heads per KV head
-        gQ = cute.local_tile(mQ[None, None, head, batch], (WGMMA_M, cfg.head_dim), (None, 0))  # (64, d, 64-row tile)
-        gO = cute.local_tile(mO[None, None, head, batch], (WGMMA_M, cfg.head_dim_v), (None, 0))
-        gK = cute.local_tile(mK[None, None, head // group, batch], (cfg.tile_n, cfg.head_dim), (None, 0))
-        gV = cute.local_tile(mV[None, None, head // group, batch], (cfg.head_dim_v, cfg.tile_n), (0, None))
-
-        # both roles take the tile range from the same function
-        seqlen_q, seqlen_k = mQ.shape[0], mK.shape[0]
-        n_blocks = cfg.key_blocks(m_block, seqlen_q, seqlen_k, cutlass.min, cutlass.max)
-        n_unmasked = cfg.unmasked_key_blocks(m_block, seqlen_q, seqlen_k, cutlass.min, cutlass.max)
-
-        if warp < WARPGROUP // WARP:
+        if warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(cfg.producer_registers)
             if warp == 0:
-                self.load(tma_Q, tma_K, tma_V, gQ, gK, gV, sQ, sK, sV, q_barrier, pipe_K, pipe_V, m_block, n_blocks)
+                self.load_kv(tma_K, mK, sK, k_full, k_empty, tma_V, mV, sV, v_full, v_empty, mQ, rounds)
+            elif warp == 1:
+                self.load_q(tma_Q, mQ, sQ, q_full, q_empty, rounds)
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_registers)
-            consumer = warp // (WARPGROUP // WARP) - 1
-            thread = cute.arch.thread_idx()[0] % WARPGROUP
-            first_row = m_block * cfg.tile_m + consumer * WGMMA_M
-            mma_pv = self.make_mma_pv()
-            acc_O, row_max, row_sum = self.attend(
-                mma_pv, sQ[None, None, consumer], sK, sV, q_barrier, pipe_K, pipe_V,
-                thread, first_row, seqlen_q, seqlen_k, n_blocks, n_unmasked, scale_log2,
+            consumer = warp // WARPS_PER_GROUP - 1
+            self.consume(
+                sQ[None, None, consumer], q_full + consumer, q_empty + consumer, sK, k_full, k_empty,
+                sV, v_full, v_empty, tma_O, mO, sO[None, None, consumer], mLSE, mK.shape[0],
+                scale_log2, consumer, rounds,
             )  # fmt: skip
-            row_scale, row_lse = softmax.finalize(row_max, row_sum, scale_log2)
-            softmax.scale_rows(acc_O, row_scale)
-            self.store_lse(mLSE[batch, head, None], row_lse, thread, first_row, seqlen_q)
-            self.store_output(
-                mma_pv, tma_O, acc_O, sO[None, None, consumer],
-                gO[None, None, m_block * cfg.consumer_warpgroups + consumer], thread, consumer,
-            )  # fmt: skip
+
+    # --- the walk over tiles: all roles call the same functions ----------------------------------------------------
+
+    @cute.jit
+    def tile_of_round(self, round_index: Int32, mQ: cute.Tensor):
+        """(m_block, head, batch) of this CTA's tile in a round; m_block is -1 if it has none. `mQ` is any (sq, ., h, b) tensor.
+
+        Tiles of one head are neighbours, so that they share K and V in L2. Causal tiles differ in length: a CTA takes
+        a long one and its short mirror image (the last rows and the first, and so on) in turn, every pair equally long.
+        """
+        m_blocks, heads = ceil_div(mQ.shape[0], self.config.tile_m), mQ.shape[2]
+        ctas, cta = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
+        if const_expr(self.config.causal):
+            unit = (round_index >> 1) * ctas + cta
+            pairs = ceil_div(m_blocks, 2)
+            short, sequence = unit % pairs, unit // pairs
+            m_block = m_blocks - 1 - short
+            if round_index & 1:  # the middle tile of an odd number has no partner
+                m_block = short if short < m_block else -1
+        else:
+            unit = round_index * ctas + cta
+            m_block, sequence = unit % m_blocks, unit // m_blocks
+        if sequence >= heads * mQ.shape[3]:
+            m_block = -1
+        return m_block, sequence % heads, sequence // heads
+
+    # --- loads ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_kv(
+        self, tma_K, mK, sK, k_full, k_empty, tma_V, mV, sV, v_full, v_empty, mQ, rounds
+    ):  # fmt: skip
+        cfg = self.config
+        group = mQ.shape[2] // mK.shape[2]  # query heads per KV head
+        loaded = Int32(0)  # blocks so far: the place in both rings
+        for r in cutlass.range(rounds, unroll=1):
+            m_block, head, batch = self.tile_of_round(r, mQ)
+            if m_block >= 0:
+                gK = cute.local_tile(mK[None, None, head // group, batch], (cfg.tile_n, cfg.head_dim), (None, 0))
+                gV = cute.local_tile(mV[None, None, head // group, batch], (cfg.head_dim_v, cfg.tile_n), (0, None))
+                tKsK, tKgK = partition_tma(tma_K, sK, gK)
+                tVsV, tVgV = partition_tma(tma_V, sV, gV)
+                n_blocks = cfg.key_blocks(m_block, mQ.shape[0], mK.shape[0], cutlass.min, cutlass.max)
+                for j in cutlass.range(n_blocks, unroll=1):
+                    n = n_blocks - 1 - j
+                    stage, phase = self.slot(loaded + j)
+                    load_tile(
+                        tma_K, tKgK[None, n], tKsK[None, stage], k_full + stage, k_empty + stage, phase, cfg.k_bytes
+                    )
+                    load_tile(
+                        tma_V, tVgV[None, n], tVsV[None, stage], v_full + stage, v_empty + stage, phase, cfg.v_bytes
+                    )
+                loaded += n_blocks
+
+    @cute.jit
+    def load_q(self, tma_Q, mQ, sQ, q_full, q_empty, rounds):
+        cfg = self.config
+        consumers = cfg.consumer_warpgroups
+        visited = Int32(0)
+        for r in cutlass.range(rounds, unroll=1):
+            m_block, head, batch = self.tile_of_round(r, mQ)
+            if m_block >= 0:
+                gQ = cute.local_tile(mQ[None, None, head, batch], (WGMMA_M, cfg.head_dim), (None, 0))
+                tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)
+                for i in cutlass.range_constexpr(consumers):
+                    rows = tQgQ[None, m_block * consumers + i]
+                    load_tile(
+                        tma_Q, rows, tQsQ[None, i], q_full + i, q_empty + i, visited & 1, cfg.q_bytes // consumers
+                    )
+                visited += 1
+
+    @cute.jit
+    def slot(self, block: Int32):
+        """(stage, phase) of the block-th tile that passes through a ring of 1, 2, 4 ... stages."""
+        stages = self.config.stages
+        return block & (stages - 1), (block >> (stages.bit_length() - 1)) & 1
+
+    # --- consumers -----------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(
+        self, sQ, q_full, q_empty, sK, k_full, k_empty, sV, v_full, v_empty, tma_O, mO, sO, mLSE, seqlen_k,
+        scale_log2, consumer, rounds,
+    ):  # fmt: skip
+        cfg = self.config
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        seqlen_q = mO.shape[0]
+        mma_qk, mma_qk_first, mma_pv = self.make_mma_qk(True), self.make_mma_qk(False), self.make_mma_pv()
+        thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
+        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
+        tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))
+        tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sV))
+        qk = (mma_qk_first, mma_qk, tSrQ, tSrK, k_full, k_empty)
+        pv = (mma_pv, tOrV, v_full, v_empty)
+
+        if const_expr(cfg.ping_pong):
+            if consumer == 0:  # noqa: SIM102 (decided while running, the other while tracing): the first turn
+                self.pass_turn(cfg.consumer_warpgroups - 1)
+        visited, done = Int32(0), Int32(0)  # tiles, and blocks (the place in both rings), so far
+        for r in cutlass.range(rounds, unroll=1):
+            m_block, head, batch = self.tile_of_round(r, mO)
+            if m_block >= 0:
+                n_blocks = cfg.key_blocks(m_block, seqlen_q, seqlen_k, cutlass.min, cutlass.max)
+                n_unmasked = cfg.unmasked_key_blocks(m_block, seqlen_q, seqlen_k, cutlass.min, cutlass.max, consumer)
+                first_row = m_block * cfg.tile_m + consumer * WGMMA_M
+
+                cute.arch.mbarrier_wait(q_full, visited & 1)
+                # `done` in a uniform register: the WGMMA descriptors of its stages are then computed there too
+                acc_O, row_max, row_sum = self.attend(
+                    qk, pv, thread, consumer, first_row, seqlen_q, seqlen_k, n_blocks, n_unmasked,
+                    cute.arch.make_warp_uniform(done), scale_log2,
+                )  # fmt: skip
+                visited += 1
+                done += n_blocks
+
+                row_scale, row_lse = softmax.finalize(row_max, row_sum, scale_log2)
+                softmax.scale_rows(acc_O, row_scale)
+                if const_expr(mLSE is not None):
+                    self.store_lse(mLSE[batch, head, None], row_lse, thread, first_row, seqlen_q)
+                gO = cute.local_tile(mO[None, None, head, batch], (WGMMA_M, cfg.head_dim_v), (None, 0))
+                gO = gO[None, None, m_block * cfg.consumer_warpgroups + consumer]
+                self.store_output(mma_pv, tma_O, acc_O, sO, gO, q_empty, thread, consumer)
+
+    @cute.jit
+    def attend(
+        self, qk, pv, thread, consumer, first_row, seqlen_q, seqlen_k, n_blocks, n_unmasked, done, scale_log2
+    ):  # fmt: skip
+        """One tile of one consumer; returns acc_O, row_max, row_sum, not yet normalised.
+
+        Blocks are counted in the order of their visit, j = 0 for the last keys. Those that need the mask come first.
+        """
+        cfg = self.config
+        acc_S = cute.make_rmem_tensor(qk[1].partition_shape_C((WGMMA_M, cfg.tile_n)), Float32)
+        tOrP = cute.make_rmem_tensor(pv[0].partition_shape_A((WGMMA_M, cfg.tile_n)), self.dtype)
+        acc_O = cute.make_rmem_tensor(pv[0].partition_shape_C((WGMMA_M, cfg.head_dim_v)), Float32)
+        row_max = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
+        row_sum = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
+        acc_O.fill(0.0)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        state = (acc_S, tOrP, acc_O, row_max, row_sum)
+
+        if n_blocks > 0:
+            # block 0: S, and its softmax, with nothing of this tile to overlap with
+            self.issue_qk(qk, acc_S, done)
+            warpgroup.wait_group(0)
+            self.release(qk[5], done)
+            softmax.mask(acc_S, thread, first_row, (n_blocks - 1) * cfg.tile_n, seqlen_q, seqlen_k, cfg.causal)
+            softmax.step(acc_S, row_max, row_sum, scale_log2, may_be_empty=True)
+            softmax.to_operand(acc_S, tOrP)
+
+            n_masked = cutlass.max(n_blocks - n_unmasked, 1)
+            for j in cutlass.range(1, n_masked, unroll=1):
+                self.issue_pair(qk, pv, state, done + j, consumer)
+                first_col = (n_blocks - 1 - j) * cfg.tile_n
+                softmax.mask(acc_S, thread, first_row, first_col, seqlen_q, seqlen_k, cfg.causal)
+                self.finish_pair(pv, state, done + j, scale_log2, may_be_empty=True)
+            for j in cutlass.range(n_masked, n_blocks, unroll=1):
+                self.issue_pair(qk, pv, state, done + j, consumer)
+                self.finish_pair(pv, state, done + j, scale_log2, may_be_empty=False)
+
+            self.issue_pv(pv, tOrP, acc_O, done + n_blocks - 1)
+            warpgroup.wait_group(0)
+            self.release(pv[3], done + n_blocks - 1)
+        return acc_O, row_max, row_sum
+
+    @cute.jit
+    def issue_pair(self, qk, pv, state, block, consumer):
+        """In this consumer's turn: starts S = Q K^T of `block` and O += P V of the block before; returns when S is there."""
+        acc_S, tOrP, acc_O, _, _ = state
+        if const_expr(self.config.ping_pong):
+            cute.arch.barrier(barrier_id=NamedBarrier.TURN + consumer, number_of_threads=2 * WARPGROUP)
+        self.issue_qk(qk, acc_S, block)
+        self.issue_pv(pv, tOrP, acc_O, block - 1)
+        if const_expr(self.config.ping_pong):
+            self.pass_turn(consumer)
+        warpgroup.wait_group(1)
+        self.release(qk[5], block)
+
+    @cute.jit
+    def finish_pair(self, pv, state, block, scale_log2, may_be_empty: cutlass.Constexpr):
+        """The softmax of `block`, under P V of the block before; then P and O are ready for the next pair."""
+        acc_S, tOrP, acc_O, row_max, row_sum = state
+        scale = softmax.step(acc_S, row_max, row_sum, scale_log2, may_be_empty)
+        warpgroup.wait_group(0)
+        self.release(pv[3], block - 1)
+        softmax.to_operand(acc_S, tOrP)
+        softmax.scale_rows(acc_O, scale)
+
+    @cute.jit
+    def issue_qk(self, qk, acc_S, block):
+        mma_qk_first, mma_qk, tSrQ, tSrK, k_full, _ = qk
+        stage, phase = self.slot(block)
+        cute.arch.mbarrier_wait(k_full + stage, phase)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(tSrQ, mode=[2])):
+            mma = mma_qk_first if const_expr(k == 0) else mma_qk
+            cute.gemm(mma, acc_S, tSrQ[None, None, k], tSrK[None, None, k, stage], acc_S)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def issue_pv(self, pv, tOrP, acc_O, block):
+        mma_pv, tOrV, v_full, _ = pv
+        stage, phase = self.slot(block)
+        cute.arch.mbarrier_wait(v_full + stage, phase)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+            cute.gemm(mma_pv, acc_O, tOrP[None, None, k], tOrV[None, None, k, stage], acc_O)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, empty, block):
+        """One arrival per warp: the stage of `block` may be overwritten."""
+        stage, _ = self.slot(block)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty + stage)
+
+    @cute.jit
+    def pass_turn(self, consumer):
+        following = (consumer + 1) % self.config.consumer_warpgroups
+        cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + following, number_of_threads=2 * WARPGROUP)
+
+    # --- epilogue ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_lse(self, gLSE, row_lse, thread, first_row, seqlen_q):
+        for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
+            row = first_row + softmax.row_in_tile(thread, r)
+            if thread % softmax.THREADS_PER_ROW == 0 and row < seqlen_q:
+                gLSE[row] = row_lse[r]
+
+    @cute.jit
+    def store_output(self, mma_pv, tma_O, acc_O, sO, gO, q_empty, thread, consumer):
+        """fp32 registers -> 16 bit -> stmatrix -> the consumer's own 64 rows of Q's memory -> TMA store; frees Q."""
+        barrier = NamedBarrier.EPILOGUE + consumer
+        rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
+        rO.store(acc_O.load().to(self.dtype))
+        r2s = cute.make_tiled_copy_C(cute.make_copy_atom(nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv)
+        thr_r2s = r2s.get_slice(thread)
+
+        # every warp of the consumer has read its last Q
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+        cute.copy(r2s, thr_r2s.retile(rO), thr_r2s.partition_D(sO))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+        if thread < WARP:
+            tOsO, tOgO = partition_tma(tma_O, sO, gO)
+            cute.copy(tma_O, tOsO, tOgO)
+            cute.arch.cp_async_bulk_commit_group()
+            # the memory is read: the next Q may come, and the CTA may end
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(q_empty)
+
+    # --- tensor-core instructions ----------------------------------------------------------------------------------
 
     def make_mma_qk(self, accumulate: bool) -> cute.TiledMma:
         """S (64, tile_n) = Q (64, d) K^T (d, tile_n), both operands K-major in shared memory."""
@@ -203,153 +463,6 @@ class ForwardSm90:
         mma.set(warpgroup.Field.ACCUMULATE, True)
         return mma
 
-    def make_ring(self, barriers: cute.Pointer, stage_bytes: int, defer_sync: bool) -> pipeline.PipelineTmaAsync:
-        cfg = self.config
-        return pipeline.PipelineTmaAsync.create(
-            num_stages=cfg.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cfg.full_arrivals),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, cfg.empty_arrivals),
-            tx_count=stage_bytes,
-            barrier_storage=barriers,
-            defer_sync=defer_sync,
-        )
-
-    @cute.jit
-    def tile_coordinates(self, mQ: cute.Tensor):
-        """(m_block, head, batch) of this CTA: query tiles of one head are neighbours, so that they share K and V in L2."""
-        m_blocks = ceil_div(mQ.shape[0], self.config.tile_m)
-        index = cute.arch.block_idx()[0]
-        m_block, head = index % m_blocks, index // m_blocks
-        if const_expr(self.config.causal):
-            m_block = m_blocks - 1 - m_block  # the longest rows first: short ones fill the end of the grid
-        return m_block, head % mQ.shape[2], head // mQ.shape[2]
-
-    # --- producer ------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def load(
-        self, tma_Q, tma_K, tma_V, gQ, gK, gV, sQ, sK, sV, q_barrier, pipe_K, pipe_V, m_block, n_blocks
-    ):  # fmt: skip
-        cfg = self.config
-        tQsQ, tQgQ = partition_tma(tma_Q, sQ, gQ)
-        tKsK, tKgK = partition_tma(tma_K, sK, gK)
-        tVsV, tVgV = partition_tma(tma_V, sV, gV)
-
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(q_barrier, cfg.q_bytes)
-        for consumer in cutlass.range_constexpr(cfg.consumer_warpgroups):
-            tile = m_block * cfg.consumer_warpgroups + consumer
-            cute.copy(tma_Q, tQgQ[None, tile], tQsQ[None, consumer], tma_bar_ptr=q_barrier)
-
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
-        for i in cutlass.range(n_blocks, unroll=1):
-            n = n_blocks - 1 - i
-            pipe_K.producer_acquire(state)
-            cute.copy(
-                tma_K, tKgK[None, n], tKsK[None, state.index], tma_bar_ptr=pipe_K.producer_get_barrier(state)
-            )
-            pipe_V.producer_acquire(state)
-            cute.copy(
-                tma_V, tVgV[None, n], tVsV[None, state.index], tma_bar_ptr=pipe_V.producer_get_barrier(state)
-            )
-            state.advance()
-
-    # --- consumers -----------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def attend(
-        self, mma_pv, sQ, sK, sV, q_barrier, pipe_K, pipe_V,
-        thread, first_row, seqlen_q, seqlen_k, n_blocks, n_unmasked, scale_log2,
-    ):  # fmt: skip
-        """The main loop of one consumer warpgroup; returns acc_O, row_max, row_sum, not yet normalised."""
-        cfg = self.config
-        mma_qk, mma_qk_first = self.make_mma_qk(accumulate=True), self.make_mma_qk(accumulate=False)
-        thr_qk, thr_pv = mma_qk.get_slice(thread), mma_pv.get_slice(thread)
-        tSrQ = mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
-        tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(sK))
-        tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sV))
-        acc_S = cute.make_rmem_tensor(thr_qk.partition_shape_C((WGMMA_M, cfg.tile_n)), Float32)
-        tOrP = cute.make_rmem_tensor(thr_pv.partition_shape_A((WGMMA_M, cfg.tile_n)), self.dtype)
-        acc_O = cute.make_rmem_tensor(thr_pv.partition_shape_C((WGMMA_M, cfg.head_dim_v)), Float32)
-        row_max = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
-        row_sum = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
-        acc_O.fill(0.0)
-        row_max.fill(-Float32.inf)
-        row_sum.fill(0.0)
-
-        cute.arch.mbarrier_wait(q_barrier, 0)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
-        # blocks that need the mask come first (the highest n), the others run without it
-        for i in cutlass.range(n_blocks - n_unmasked, unroll=1):
-            n = n_blocks - 1 - i
-            self.qk(mma_qk_first, mma_qk, tSrQ, tSrK, acc_S, pipe_K, state)
-            softmax.mask(acc_S, thread, first_row, n * cfg.tile_n, seqlen_q, seqlen_k, cfg.causal)
-            scale = softmax.step(acc_S, row_max, row_sum, scale_log2, may_be_empty=True)
-            self.pv(mma_pv, acc_S, tOrP, tOrV, acc_O, scale, pipe_V, state)
-            state.advance()
-        for _ in cutlass.range(n_unmasked, unroll=1):
-            self.qk(mma_qk_first, mma_qk, tSrQ, tSrK, acc_S, pipe_K, state)
-            scale = softmax.step(acc_S, row_max, row_sum, scale_log2, may_be_empty=False)
-            self.pv(mma_pv, acc_S, tOrP, tOrV, acc_O, scale, pipe_V, state)
-            state.advance()
-        return acc_O, row_max, row_sum
-
-    @cute.jit
-    def qk(self, mma_qk_first, mma_qk, tSrQ, tSrK, acc_S, pipe_K, state):
-        """S = Q K^T of one key block; frees the K stage."""
-        pipe_K.consumer_wait(state)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(tSrQ, mode=[2])):
-            mma = mma_qk_first if const_expr(k == 0) else mma_qk
-            cute.gemm(mma, acc_S, tSrQ[None, None, k], tSrK[None, None, k, state.index], acc_S)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        pipe_K.consumer_release(state)
-
-    @cute.jit
-    def pv(self, mma_pv, acc_S, tOrP, tOrV, acc_O, scale, pipe_V, state):
-        """O = O * scale + P V of one key block; frees the V stage."""
-        # the accumulator fragment of 16 keys is, register by register, the A fragment of one k-step
-        cute.make_tensor(tOrP.iterator, acc_S.layout).store(acc_S.load().to(self.dtype))
-        softmax.scale_rows(acc_O, scale)
-        pipe_V.consumer_wait(state)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
-            cute.gemm(mma_pv, acc_O, tOrP[None, None, k], tOrV[None, None, k, state.index], acc_O)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        pipe_V.consumer_release(state)
-
-    # --- epilogue ------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def store_lse(self, gLSE, row_lse, thread, first_row, seqlen_q):
-        for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
-            row = first_row + softmax.row_in_tile(thread, r)
-            if thread % softmax.THREADS_PER_ROW == 0 and row < seqlen_q:
-                gLSE[row] = row_lse[r]
-
-    @cute.jit
-    def store_output(self, mma_pv, tma_O, acc_O, sO, gO, thread, consumer):
-        """fp32 registers -> 16 bit -> stmatrix -> the warpgroup's own 64 rows of Q's memory -> TMA store."""
-        barrier = NamedBarrier.EPILOGUE + consumer
-        rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
-        rO.store(acc_O.load().to(self.dtype))
-        r2s = cute.make_tiled_copy_C(cute.make_copy_atom(nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv)
-        thr_r2s = r2s.get_slice(thread)
-
-        # every warp of the warpgroup has read its last Q
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-        cute.copy(r2s, thr_r2s.retile(rO), thr_r2s.partition_D(sO))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-        if thread < WARP:
-            tOsO, tOgO = partition_tma(tma_O, sO, gO)
-            cute.copy(tma_O, tOsO, tOgO)
-            cute.arch.cp_async_bulk_commit_group()
-            # shared memory must outlive the store's reads
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-
 
 def partition_tma(atom, smem, gmem):
     """(smem, gmem) with the tile in one mode, as `cute.copy` of a TMA atom wants them; no multicast."""
@@ -358,7 +471,16 @@ def partition_tma(atom, smem, gmem):
     )
 
 
-def compile_forward(config: ForwardConfig, dtype: torch.dtype, options: str = ""):
+@cute.jit
+def load_tile(atom, source, target, full, empty, phase, tile_bytes: cutlass.Constexpr):
+    """Waits until `target` is free, announces its bytes and starts the copy. `phase` is the consumer's."""
+    cute.arch.mbarrier_wait(empty, phase ^ 1)  # passes at once the first time: no phase has ended yet
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
+    cute.copy(atom, source, target, tma_bar_ptr=full)
+
+
+def compile_forward(config: ForwardConfig, dtype: torch.dtype, options: str = "", with_lse: bool = True):
     """Compiles one configuration for sm_90a without tensors and without launching; no GPU is needed.
 
     One result serves every batch, sequence length, head count, stride and head dim up to the configuration's.
@@ -367,9 +489,11 @@ def compile_forward(config: ForwardConfig, dtype: torch.dtype, options: str = ""
         config: the tile configuration.
         dtype: torch.float16 or torch.bfloat16.
         options: further options of `cute.compile` (`--enable-tvm-ffi`, `--keep-cubin`, `remarks{ptx}` ...).
+        with_lse: whether the kernel writes the log-sum-exp; without it `lse` is None in calls.
 
     Returns:
-        The compiled object; called as `fn(q, k, v, out, lse, softmax_scale)` if compiled with `--enable-tvm-ffi`.
+        The compiled object; called as `fn(q, k, v, out, lse, softmax_scale, max_ctas)` if compiled with
+        `--enable-tvm-ffi`. `max_ctas` is the number of SMs: a CTA fills one.
     """
     element = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}[dtype]
     b, sq, sk, h, hk = (cute.sym_int() for _ in range(5))
@@ -380,10 +504,11 @@ def compile_forward(config: ForwardConfig, dtype: torch.dtype, options: str = ""
         return make_fake_tensor(element, (b, seqlen, heads, columns), (*strides, 1), assumed_align=16)
 
     lse = make_fake_tensor(Float32, (b, h, sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
+    lse = lse if with_lse else None
     stream = make_fake_stream(use_tvm_ffi_env_stream="--enable-tvm-ffi" in options)
     with COMPILE_LOCK:
         return cute.compile(
             ForwardSm90(config, element),
-            rows(sq, h, d), rows(sk, hk, d), rows(sk, hk, dv), rows(sq, h, dv), lse, Float32(1.0), stream,
+            rows(sq, h, d), rows(sk, hk, d), rows(sk, hk, dv), rows(sq, h, dv), lse, Float32(1.0), Int32(1), stream,
             options=f"--gpu-arch sm_90a {options}",
         )  # fmt: skip

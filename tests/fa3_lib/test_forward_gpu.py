@@ -142,6 +142,21 @@ def test_repeats_are_bit_equal(d):
         assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
+def test_lse_on_demand_leaves_the_output_as_it_is():
+    for causal in (False, True):
+        q, k, v = draw(2, 300, 300, 4, 2, 128)
+        assert torch.equal(flash_attn_func(q, k, v, causal=causal), attend(q, k, v, causal=causal)[0])
+
+
+@pytest.mark.parametrize("seqlen", (1, 128, 129, 300, 1000, 3000))
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_more_tiles_than_ctas(d, seqlen):
+    """Every CTA takes several tiles, an odd number of them too: no tile is left out or computed into another's place."""
+    for causal in (False, True):
+        q, k, v = draw(max(1, 3000 // seqlen), seqlen, seqlen + 5, 20, 10, d)
+        assert_close_to_truth(*attend(q, k, v, causal=causal), q, k, v, causal=causal)
+
+
 def test_one_compile_serves_all_shapes():
     compiler._kernels.clear()
     for b, s, h, hk, d in ((1, 64, 2, 1, 128), (3, 1000, 6, 6, 104), (2, 4096, 8, 2, 72)):
@@ -152,7 +167,7 @@ def test_one_compile_serves_all_shapes():
 
 def test_cuda_graph_replays_on_new_inputs():
     q, k, v = draw(2, 300, 300, 4, 4, 128)
-    flash_attn_func(q, k, v)
+    flash_attn_func(q, k, v, return_attn_probs=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = flash_attn_func(q, k, v, return_attn_probs=True)

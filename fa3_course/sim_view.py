@@ -9,7 +9,7 @@ from fa3_course import simulated, timeline
 from hopper_sim import HOPPER, Fault
 
 BLOCKS = 8  # key blocks of the query tile that is shown
-STAGES, TILE_N = (1, 2, 3, 4), (64, 80, 96, 112, 128, 144, 160, 176)
+STAGES, TILE_N = (1, 2, 4), (64, 80, 96, 112, 128, 144, 160, 176)
 LATENCIES = (100, 400, 700, 1000, 1500, 2000, 3000)
 KERNELS = {(False, False): "5", (True, False): "6", (True, True): "7", (False, True): "7b"}
 

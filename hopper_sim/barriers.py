@@ -7,8 +7,9 @@ from hopper_sim.faults import Fault, Kind, Site, here, misuse
 from hopper_sim.memory import VectorClock, join
 
 if TYPE_CHECKING:
-    from hopper_sim.role import Role, Waiting
+    from hopper_sim.role import Role
     from hopper_sim.sm import SM
+    from hopper_sim.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Mbarrier:
 class NamedBarrier:
     """One of the hardware barriers 1..15 (bar.sync / bar.arrive): it completes when `threads` threads have come.
 
-    `sync` comes and waits, `arrive` comes and goes on. At the end `left_over` threads must be left in it: 0, except where a
+    `sync` comes and waits, `arrive` comes and goes on; the hardware counts threads and does not ask whose they are. At the end `left_over` threads must be left in it: 0, except where a
     turn is handed over once more than it is taken. Raises `Fault` for an id outside 1..15 or a bad thread count.
     """
 
@@ -237,16 +238,11 @@ class NamedBarrier:
         return role
 
     def _come(self, role: "Role", verb: str, known: VectorClock, site: Site) -> None:
-        if role.name in self.come:
-            text = f"{role.name} {verb} on {self.name} a second time before it completed ({self.state()}): one arrive too many, or a sync of the other side is missing"
+        total = sum(self.come.values()) + role.threads
+        if total > self.threads:
+            text = f"{role.name} {verb} on {self.name}, which takes {self.threads} threads and has {self.state()}: one arrive too many, or a sync is missing"
             raise Fault(Kind.UNBALANCED_BARRIER, text, site)
-        self.come[role.name] = role.threads
-        if sum(self.come.values()) > self.threads:
-            raise Fault(
-                Kind.UNBALANCED_BARRIER,
-                f"{role.name} {verb} on {self.name}, which takes {self.threads} threads: {self.state()}",
-                site,
-            )
+        self.come[role.name] = self.come.get(role.name, 0) + role.threads
         self.arrivers.add(role.name)
         join(self._incoming, known)
 

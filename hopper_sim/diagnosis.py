@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hopper_sim.barriers import Mbarrier, NamedBarrier
+from hopper_sim.barriers import Mbarrier, NamedBarrier, PassedWait
 from hopper_sim.faults import Fault, Kind
 from hopper_sim.memory import Access
 
@@ -39,6 +39,10 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
                     Kind.WRONG_PHASE,
                     f". {now.role.name}'s {name}.wait({wait.phase}) passed at once, for a phase before the load's\n  that wait: {wait.site}",
                 )
+            if wait is not None and now.role.seen[name] == earlier.number - 1:
+                overtaken = _explain_overtaking(earlier, now, wait.op)
+                if overtaken is not None:
+                    return overtaken
             how = "never waited for it" if wait is None else "has waited for earlier phases only"
             return (
                 Kind.READ_BEFORE_FULL,
@@ -48,34 +52,49 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
             return _explain_overwrite(earlier, now)
         return None
 
+    def _explain_overtaking(load: Access, read: Access, since: int) -> tuple[Kind, str] | None:
+        """The reader has waited for the tile and not yet freed it: was the loader let in too early?"""
+        bar, wait = _guard(load)
+        if bar is None or read.role.name not in bar.arrivers:
+            return None
+        if read.role.last_arrival.get(bar.name, 0) > since:
+            return None
+        return Kind.TOO_MANY_ARRIVALS, f". {_without(bar, wait, read.role)}"
+
     def _explain_overwrite(earlier: Access, now: Access) -> tuple[Kind, str] | None:
         writer, reader = now.role, earlier.role
         fill = fill_barrier(earlier)
         stale = reader.last_wait.get(fill)
         if stale is not None and stale.news != "new":
-            return (
-                Kind.WRONG_PHASE,
-                f". {reader.name}'s {fill}.wait({stale.phase}) passed on a phase that it had already seen\n  that wait: {stale.site}",
-            )
-        if not writer.last_wait:
+            text = f". {reader.name}'s {fill}.wait({stale.phase}) passed on a phase that it had already seen"
+            return Kind.WRONG_PHASE, f"{text}\n  that wait: {stale.site}"
+        bar, wait = _guard(now)
+        if bar is None:
             return Kind.OVERWRITE_BEFORE_FREE, f": {writer.name} has waited for no barrier that says the tile is free"
-        name, wait = max(writer.last_wait.items(), key=lambda item: item[1].op)
-        bar = next(bar for bar in sm.mbarrier_list if bar.name == name)
         if wait.news == "again":
-            return (
-                Kind.WRONG_PHASE,
-                f". {writer.name}'s {name}.wait({wait.phase}) passed on a phase that it had already seen\n  that wait: {wait.site}",
-            )
+            text = f". {writer.name}'s {bar.name}.wait({wait.phase}) passed on a phase that it had already seen"
+            return Kind.WRONG_PHASE, f"{text}\n  that wait: {wait.site}"
         if wait.news == "fresh":
             return None
         # did the reader arrive for this use of the tile in the phase that the writer saw complete?
         if wait.arrivals.get(reader.name, 0) > earlier.op:
-            return Kind.OVERWRITE_BEFORE_FREE, f": {reader.name} arrived on {name} before its read was over"
+            return Kind.OVERWRITE_BEFORE_FREE, f": {reader.name} arrived on {bar.name} before its read was over"
         if reader.name in bar.arrivers:
-            who = ", ".join(wait.arrivals)
-            text = f". {name} takes {bar.arrivals} arrivals; they came from {who}, without one of {reader.name} after this read: someone arrives too often, or the count is too small"
-            return Kind.TOO_MANY_ARRIVALS, text
+            return Kind.TOO_MANY_ARRIVALS, f". {_without(bar, wait, reader)}"
         return None
+
+    def _guard(load: Access) -> tuple[Mbarrier | None, PassedWait | None]:
+        """The barrier that the loading role waited for last before the load."""
+        waits = [(wait.op, name) for name, wait in load.role.last_wait.items() if wait.op < load.op]
+        if not waits:
+            return None, None
+        name = max(waits)[1]
+        return next(bar for bar in sm.mbarrier_list if bar.name == name), load.role.last_wait[name]
+
+    def _without(bar: Mbarrier, wait: PassedWait, reader: "Role") -> str:
+        who = ", ".join(wait.arrivals)
+        text = f"{bar.name} takes {bar.arrivals} arrivals; they came from {who}, without one of {reader.name} after this use of the tile"
+        return f"{text}: someone arrives too often, or the count is too small"
 
     return explain
 
@@ -114,9 +133,10 @@ def check_end(sm: "SM") -> None:
             raise Fault(Kind.ROLES_DISAGREE, text, load.site)
     for bar in sm.mbarrier_list:
         if bar.arrived:
-            missing = ", ".join(sorted(bar.missing())) or "others"
-            text = f"all roles have returned, and {bar.name} is left in the middle of a phase ({bar.state()}): {missing} did fewer tiles"
-            raise Fault(Kind.ROLES_DISAGREE, text)
+            behind = [role for role in sm.roles if role.name in bar.missing()]
+            names = ", ".join(role.name for role in behind) or "others"
+            text = f"all roles have returned, and {bar.name} is left in the middle of a phase ({bar.state()}): {names} did fewer tiles"
+            raise Fault(Kind.ROLES_DISAGREE, text, behind[0].last_site if behind else None)
     for barrier in sm.named.values():
         left = sum(barrier.come.values())
         if left != barrier.left_over:
@@ -137,8 +157,7 @@ def _deadlock(sm: "SM", stuck: list["Role"]) -> Fault:
         else:
             lines.append(f"  {role.name} waits for {role.blocked.detail}. At {role.blocked.site}")
     returned = [role.name for role in sm.roles if role.returned]
-    if returned:
-        lines.append(f"  returned: {', '.join(returned)}")
+    lines += [f"  {role.name} has returned, after {role.last_site}" for role in sm.roles if role.returned]
     site = stuck[0].blocked.site
 
     if sm.register_pool.waiters:
@@ -166,7 +185,10 @@ def _deadlock(sm: "SM", stuck: list["Role"]) -> Fault:
         )
     if not cycle:
         for role in stuck:
-            gone = [name for name in edges.get(role.name, []) if name in returned]
+            complete = isinstance(role.blocked.on, Mbarrier) and role.blocked.on.arrivers <= set(
+                role.blocked.on.arrived
+            )
+            gone = [name for name in edges.get(role.name, []) if name in returned and not complete]
             if gone:
                 named = isinstance(role.blocked.on, NamedBarrier)
                 kind = Kind.UNBALANCED_BARRIER if named else Kind.ROLES_DISAGREE

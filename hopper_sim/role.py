@@ -1,6 +1,6 @@
 """What a role may do: the instructions of one warp or warpgroup. `await` is the only way to block."""
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,96 +10,12 @@ from hopper_sim.barriers import Mbarrier, PassedWait
 from hopper_sim.clock import when_all
 from hopper_sim.faults import Fault, Kind, Site, here, misuse
 from hopper_sim.memory import GlobalTensor, RegisterTile, SharedTile, VectorClock
+from hopper_sim.waiting import Groups, Waiting
 
 if TYPE_CHECKING:
     from hopper_sim.sm import SM
 
 OTHER_REGISTERS = 24  # per thread, for addresses, row statistics and counters, beside the declared tiles
-
-
-class Waiting:
-    """Something to `await`. It must be awaited at once: the next instruction of the role complains otherwise."""
-
-    def __init__(
-        self,
-        role: "Role",
-        name: str,
-        start: Callable[["Waiting"], None],
-        kind: str,
-        on: object,
-        detail: str,
-        site: Site,
-    ):
-        self.role, self.name, self.kind, self.on, self.detail, self.site = role, name, kind, on, detail, site
-        self._start = start
-        self.began = 0.0
-        self.value: Any = None
-        role.unawaited = self
-
-    def __await__(self) -> Generator["Waiting", None, Any]:
-        self.role.unawaited = None
-        yield self
-        return self.value
-
-    def begin(self) -> None:
-        """Called by the SM when the role blocks here."""
-        self.began = self.role.sm.clock.now
-        self.role.blocked = self
-        self._start(self)
-
-    def finish(self, latency: float = 0.0) -> None:
-        """Lets the role go on after `latency` cycles."""
-        clock = self.role.sm.clock
-        clock.after(clock.latency(latency), self._resume)
-
-    def _resume(self) -> None:
-        sm = self.role.sm
-        sm.timeline.add(self.role.name, self.name, self.began, sm.clock.now, self.role.name, self.kind)
-        self.role.blocked = None
-        sm.step(self.role)
-
-
-class Groups:
-    """Asynchronous operations of a role in commit groups: WGMMAs, or bulk stores."""
-
-    def __init__(self) -> None:
-        self.committed = 0
-        self.waited = 0  # groups known to be complete, because the role waited
-        self.last_finish = 0.0
-        self._pending: dict[int, int] = {}
-        self._issued: list[tuple[int, str, Site]] = []
-        self._waiter: tuple[int, Waiting] | None = None
-
-    def add(self, name: str, site: Site) -> int:
-        """A new operation in the open group; returns the group's number."""
-        group = self.committed + 1
-        self._pending[group] = self._pending.get(group, 0) + 1
-        self._issued = [entry for entry in self._issued if entry[0] > self.waited]
-        self._issued.append((group, name, site))
-        return group
-
-    def done(self, group: int) -> None:
-        """One operation of `group` has finished."""
-        self._pending[group] -= 1
-        if not self._pending[group]:
-            del self._pending[group]
-        if self._waiter is not None and self._complete(self._waiter[0]):
-            waiter, self._waiter = self._waiter[1], None
-            waiter.finish()
-
-    def wait(self, upto: int, waiting: Waiting) -> None:
-        """Finishes `waiting` when groups 1..upto are complete."""
-        if self._complete(upto):
-            waiting.finish()
-        else:
-            self._waiter = (upto, waiting)
-
-    def _complete(self, upto: int) -> bool:
-        return all(group > upto for group in self._pending)
-
-    def unwaited(self) -> tuple[int, str, Site] | None:
-        """The first operation that no wait has covered."""
-        return next((entry for entry in self._issued if entry[0] > self.waited), None)
 
 
 class Role:
@@ -110,9 +26,9 @@ class Role:
         sm: the SM it runs on.
     """
 
-    def __init__(self, sm: "SM", name: str, threads: int, registers: int):
+    def __init__(self, sm: "SM", name: str, threads: int, registers: int, warpgroup: str):
         self.sm, self.name, self.threads = sm, name, threads
-        self.registers_per_thread = registers
+        self.registers_per_thread, self.warpgroup = registers, warpgroup
         self.tiles: list[RegisterTile] = []
         self.clock: VectorClock = {("role", name): 1}
         self.mma, self.stores = Groups(), Groups()
@@ -123,6 +39,7 @@ class Role:
         self.deferred: Fault | None = None  # an arrival too many, until the next instruction says what it was
         self.deferred_on: Mbarrier | None = None
         self.issued_until = 0.0  # the time at which the last WGMMA step has been issued; what follows it comes later
+        self.last_site: Site | None = None  # its last await
         self.ops = 0  # instructions so far, to say what came first
         self.seen: dict[str, int] = {}  # phases seen complete, by mbarrier
         self.last_wait: dict[str, PassedWait] = {}
@@ -159,7 +76,14 @@ class Role:
         return tile
 
     def spend(
-        self, name: str, *, fma: float = 0, alu: float = 0, mufu: float = 0, latency: float | None = None
+        self,
+        name: str,
+        *,
+        fma: float = 0,
+        alu: float = 0,
+        mufu: float = 0,
+        latency: float | None = None,
+        **unknown: float,
     ) -> Waiting:
         """Awaitable: register arithmetic, as counts of lane operations per unit; the units run side by side.
 
@@ -169,6 +93,10 @@ class Role:
             latency: cycles on top, the machine's `math_latency` by default.
         """
         self.sm.enter(self)
+        if unknown:
+            raise misuse(
+                f"spend({name!r}): unknown unit {', '.join(unknown)}; register arithmetic runs on fma, alu and mufu"
+            )
         counts = {"fma": fma, "alu": alu, "mufu": mufu}
         for unit, count in counts.items():
             if count < 0:

@@ -12,8 +12,9 @@ from hopper_sim.clock import Clock, Unit
 from hopper_sim.faults import Fault, Kind, Suspended, here, misuse
 from hopper_sim.machine import HOPPER, Machine
 from hopper_sim.memory import Access, GlobalTensor, SharedMemory, SharedTile
-from hopper_sim.role import Role, Waiting
+from hopper_sim.role import Role
 from hopper_sim.timeline import Timeline
+from hopper_sim.waiting import Waiting
 
 WARPGROUP = 128
 UNITS = ("tensor core", "mufu", "fma", "alu", "issue", "shared memory", "TMA")
@@ -58,7 +59,10 @@ class Report:
 
 
 class RegisterPool:
-    """The register file of the CTA: what the warpgroups hold, and who waits for more."""
+    """The register file of the CTA: what the warpgroups hold, and who waits for more.
+
+    Roles of one warp may share a warpgroup; it gives registers back when all of them have asked for fewer.
+    """
 
     def __init__(self, sm: "SM"):
         self.sm = sm
@@ -66,33 +70,44 @@ class RegisterPool:
 
     def words(self) -> str:
         """The sum in words."""
-        terms = [f"{role.name} {_warpgroups(role) * WARPGROUP} x {role.registers_per_thread}" for role in self.sm.roles]
+        terms = [f"{group} {threads} x {registers}" for group, threads, registers in self._groups({})]
         return f"{' + '.join(terms)} = {self.used()} of {self.sm.machine.registers}"
 
-    def used(self) -> int:
-        return sum(_warpgroups(role) * WARPGROUP * role.registers_per_thread for role in self.sm.roles)
+    def threads(self) -> int:
+        """Threads of the CTA in whole warpgroups."""
+        return sum(threads for _, threads, _ in self._groups({}))
+
+    def used(self, wanted: dict[str, int] | None = None) -> int:
+        """Registers in use if the roles in `wanted` had that many per thread."""
+        return sum(threads * registers for _, threads, registers in self._groups(wanted or {}))
+
+    def _groups(self, wanted: dict[str, int]) -> list[tuple[str, int, int]]:
+        """(warpgroup, threads, registers per thread) of all warpgroups."""
+        groups: dict[str, list[Role]] = {}
+        for role in self.sm.roles:
+            groups.setdefault(role.warpgroup, []).append(role)
+        return [
+            (
+                name,
+                -(-sum(role.threads for role in roles) // WARPGROUP) * WARPGROUP,
+                max(wanted.get(role.name, role.registers_per_thread) for role in roles),
+            )
+            for name, roles in groups.items()
+        ]
 
     def request(self, role: Role, count: int, waiting: Waiting) -> None:
         """Gives registers back at once, or takes them when they are there."""
         self.waiters.append((role, count, waiting))
-        self._serve()
-
-    def _serve(self) -> None:
         served = True
         while served:
             served = False
             for entry in list(self.waiters):
                 role, count, waiting = entry
-                more = _warpgroups(role) * WARPGROUP * (count - role.registers_per_thread)
-                if self.used() + more <= self.sm.machine.registers:
+                if self.used({role.name: count}) <= self.sm.machine.registers:
                     role.registers_per_thread = count
                     self.waiters.remove(entry)
                     waiting.finish(self.sm.machine.setmaxnreg_latency)
                     served = True
-
-
-def _warpgroups(role: Role) -> int:
-    return -(-role.threads // WARPGROUP)
 
 
 class SM:
@@ -161,15 +176,18 @@ class SM:
         self.named[number] = NamedBarrier(self, number, threads, name, tuple(by), left_over)
         return self.named[number]
 
-    def role(self, name: str, body: Callable, *args: object, threads: int = WARPGROUP) -> Role:
-        """Adds a role: `body(role, *args)` is an `async def`; `threads` is 32 for a warp, 128 for a warpgroup."""
+    def role(self, name: str, body: Callable, *args: object, threads: int = WARPGROUP, warpgroup: str = "") -> Role:
+        """Adds a role: `body(role, *args)` is an `async def`; `threads` is 32 for a warp, 128 for a warpgroup.
+
+        A warp lies in a warpgroup of its own, or shares the one that is called `warpgroup` with other warps.
+        """
         if not inspect.iscoroutinefunction(body):
             raise misuse(f"role {name}: {getattr(body, '__name__', body)} must be an `async def`")
         if threads % 32 or threads < 32:
             raise misuse(f"role {name}: {threads} threads; a role is made of whole warps of 32")
         if any(role.name == name for role in self.roles):
             raise misuse(f"two roles are called {name}")
-        role = Role(self, name, threads, 0)
+        role = Role(self, name, threads, 0, warpgroup or name)
         self.roles.append(role)
         self._bodies.append((role, body, args))
         return role
@@ -205,7 +223,7 @@ class SM:
 
     def _allot_registers(self) -> None:
         """Registers per thread at launch: an equal share of the file, a multiple of 8, at most 256."""
-        threads = sum(_warpgroups(role) for role in self.roles) * WARPGROUP
+        threads = self.register_pool.threads()
         share = min(256, self.machine.registers // threads // 8 * 8)
         if share < 24:
             raise Fault(
@@ -284,7 +302,7 @@ def launch(
     """
     report = Report(busy=dict.fromkeys(UNITS, 0.0))
     for number, index in enumerate(grid):
-        sm = SM(machine, seed + 7919 * number, f"CTA {index}")
+        sm = SM(machine, seed + 7919 * number, f"CTA {number}")
         build(sm, *index)
         report.append(sm.run())
     for tensor in outputs:

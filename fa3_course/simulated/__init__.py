@@ -18,7 +18,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class SimulatedRung:
-    """How a rung is set up: its module (with `build`), its changes to the library's configuration, and its title."""
+    """How a rung is set up: its module (with `build`), its title, and what is fixed in its configuration."""
 
     module: str
     title: str
@@ -31,16 +31,20 @@ class SimulatedRung:
         return importlib.import_module(f"fa3_course.simulated.{self.module}").build
 
 
+# keys of a block by compiled head dim, in the rungs before the library's own kernel: as chapters/02 and 03 have them
+TILE_N = {64: 128, 128: 128, 192: 96, 256: 80}
+TILE_N_8BIT = 128  # for every head dim
+
 RUNGS = {
     "3": SimulatedRung("rung03", "TMA + WGMMA, everything waits", {"tile_m": 64, "stages": 1}),
     "4": SimulatedRung("rung04", "producer warp and ring", {"tile_m": 64}),
-    "5": SimulatedRung("rung05", "two consumers, setmaxnreg", {}),
-    "6": SimulatedRung("rung06", "ping-pong", {}),
-    "7": SimulatedRung("rung07", "softmax under PV", {}),
-    "7b": SimulatedRung("rung07b", "overlap without warp specialisation", {}),
-    "8": SimulatedRung("rung08", "persistent", {}, persistent=True),
-    "10": SimulatedRung("rung10", "FP8", {"element_bytes": 1}, fp8=True),
-    "11": SimulatedRung("rung10", "FP8, two-level accumulation", {"element_bytes": 1}, fp8=True),
+    "5": SimulatedRung("rung05", "two consumers, setmaxnreg", {"tile_m": 128}),
+    "6": SimulatedRung("rung06", "ping-pong", {"tile_m": 128, "ping_pong": True}),
+    "7": SimulatedRung("rung07", "softmax under PV", {"tile_m": 128, "ping_pong": True}),
+    "7b": SimulatedRung("rung07b", "overlap without warp specialisation", {"tile_m": 128}),
+    "8": SimulatedRung("rung08", "persistent, the library's kernel", {}, persistent=True),
+    "10": SimulatedRung("rung10", "FP8", {"tile_m": 128, "ping_pong": True, "element_bytes": 1}, fp8=True),
+    "11": SimulatedRung("rung10", "FP8, two-level", {"tile_m": 128, "ping_pong": True, "element_bytes": 1}, fp8=True),
 }
 
 
@@ -68,9 +72,15 @@ def configuration(number: str, head_dim: int, causal: bool, **changes: int) -> F
     if number == "11" and head_dim > 128:
         text = f"rung 11 keeps a second accumulator as wide as O: for head_dim {head_dim} both need more registers than a thread has"
         raise ValueError(f"{text}; take head_dim up to 128, or rung 10")
-    config = replace(forward_config(head_dim, head_dim, causal), **{**rung(number).changes, **changes})
-    if rung(number).fp8 and config.tile_n % 32:
-        config = replace(config, tile_n=config.tile_n // 32 * 32)  # whole k-steps of 32 keys
+    r, tile_d = rung(number), next(d for d in HEAD_DIMS if d >= head_dim)
+    if r.persistent:
+        config = forward_config(head_dim, head_dim, causal)
+    else:
+        tile_n = TILE_N_8BIT if r.fp8 else TILE_N[tile_d]
+        config = ForwardConfig(tile_d, tile_d, tile_n=tile_n, causal=causal, **r.changes)
+    config = replace(config, **changes)
+    if r.fp8 and config.tile_n % 32:
+        raise ValueError(f"tile_n = {config.tile_n}: 8-bit products take keys in steps of 32")
     return config.validate()
 
 

@@ -64,21 +64,25 @@ class Tiles:
     q: SharedTile  # (consumer, 64, d); the output is staged in the same memory
     k: SharedTile  # (stage, tile_n, d)
     v: SharedTile  # (stage, tile_n, dv)
-    q_full: Mbarrier
+    q_full: list[Mbarrier]  # one for all consumers, or one each
     k_full: list[Mbarrier]
     k_empty: list[Mbarrier]
     v_full: list[Mbarrier]
     v_empty: list[Mbarrier]
     turns: list[NamedBarrier] = field(default_factory=list)
-    q_empty: Mbarrier | None = None
+    q_empty: list[Mbarrier] = field(default_factory=list)
 
 
 def consumer_names(config: ForwardConfig) -> tuple[str, ...]:
     return tuple(f"consumer{i}" for i in range(config.consumer_warpgroups))
 
 
-def make_tiles(sm: SM, p: Problem, loader: str = "producer") -> Tiles:
-    """The tiles that the configuration describes; `loader` is the role that starts the copies."""
+def make_tiles(sm: SM, p: Problem, loader: str = "producer", q_loader: str = "") -> Tiles:
+    """The tiles that the configuration describes.
+
+    Args:
+        loader: the role that starts the copies. q_loader: another one that loads Q, for each consumer by itself.
+    """
     c, consumers = p.config, consumer_names(p.config)
     if c.head_dim != c.head_dim_v:
         raise ValueError(
@@ -88,7 +92,7 @@ def make_tiles(sm: SM, p: Problem, loader: str = "producer") -> Tiles:
         q=sm.shared("Q", (c.consumer_warpgroups, WGMMA_M, c.head_dim), p.q.dtype),
         k=sm.shared("K", (c.stages, c.tile_n, c.head_dim), p.k.dtype),
         v=sm.shared("V", (c.stages, c.tile_n, c.head_dim_v), p.v.dtype),
-        q_full=sm.mbarrier("Q full", c.full_arrivals, by=(loader,)),
+        q_full=sm.mbarriers("Q full", len(consumers) if q_loader else 1, c.full_arrivals, by=(q_loader or loader,)),
         k_full=sm.mbarriers("K full", c.stages, c.full_arrivals, by=(loader,)),
         k_empty=sm.mbarriers("K empty", c.stages, c.empty_arrivals, by=consumers),
         v_full=sm.mbarriers("V full", c.stages, c.full_arrivals, by=(loader,)),
@@ -99,15 +103,15 @@ def make_tiles(sm: SM, p: Problem, loader: str = "producer") -> Tiles:
 def make_turns(sm: SM, config: ForwardConfig) -> list[NamedBarrier]:
     """Ping-pong: barrier i says that consumer i may issue its GEMMs; it waits there, and the one before it arrives there.
 
-    A single consumer has nobody to take turns with: no barriers.
+    None when the configuration does not want turns, or there is nobody to take turns with.
     """
     names = consumer_names(config)
-    if len(names) == 1:
+    if len(names) == 1 or not config.ping_pong:
         return []
     turns = []
     for i, name in enumerate(names):
         before = names[i - 1]
-        # the last consumer opens the first turn, so the first barrier is left with one arrival
+        # consumer 0 opens the first turn for itself, so its barrier is left with one arrival
         left_over = 128 if i == 0 else 0
         turns.append(sm.named_barrier(1 + i, threads=256, name=f"TURN_WG{i}", by=(before, name), left_over=left_over))
     return turns
@@ -116,10 +120,10 @@ def make_turns(sm: SM, config: ForwardConfig) -> list[NamedBarrier]:
 def load_q(warp: Role, p: Problem, t: Tiles, tile: tuple[int, int, int]) -> None:
     """Starts the copies of a query tile, one per consumer."""
     m, head, batch = tile
-    t.q_full.arrive_expect_tx(p.config.q_bytes)
+    t.q_full[0].arrive_expect_tx(p.config.q_bytes)
     for i in range(p.config.consumer_warpgroups):
         row = m * p.config.tile_m + i * WGMMA_M
-        warp.tma_load(t.q[i], p.q, (batch, row, head, 0), (1, WGMMA_M, 1, p.config.head_dim), t.q_full)
+        warp.tma_load(t.q[i], p.q, (batch, row, head, 0), (1, WGMMA_M, 1, p.config.head_dim), t.q_full[0])
 
 
 def load_k(warp: Role, p: Problem, t: Tiles, tile: tuple[int, int, int], n: int, slot: int) -> None:
@@ -147,14 +151,15 @@ class OnlineSoftmax:
     """
 
     def __init__(self, wg: Role, p: Problem, m: int, me: int, scale_log2: float, offset: float = 0.0):
-        self.wg, self.p, self.m, self.scale_log2, self.offset = wg, p, m, np.float32(scale_log2), np.float32(offset)
+        self.wg, self.p, self.m, self.me = wg, p, m, me
+        self.scale_log2, self.offset = np.float32(scale_log2), np.float32(offset)
         self.first_row = m * p.config.tile_m + me * WGMMA_M
         self.max = np.full((WGMMA_M, 1), -np.inf, dtype=np.float32)
         self.sum = np.zeros((WGMMA_M, 1), dtype=np.float32)
 
     async def step(self, scores: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
         """One key block: P (64, tile_n), not yet rounded, and the factor (64, 1) by which earlier outputs shrink."""
-        if n >= self.p.config.unmasked_key_blocks(self.m, *self.p.seqlens):
+        if n >= self.p.config.unmasked_key_blocks(self.m, *self.p.seqlens, consumer=self.me):
             scores = self._mask(scores, n)
             await self.wg.spend("softmax", alu=scores.size)
         await self.wg.spend("softmax", alu=scores.size)  # row maximum

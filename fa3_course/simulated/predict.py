@@ -1,7 +1,7 @@
 """What the simulated SM says about a whole card, and how far that is from stored measurements.
 
 The time of a query tile is a + b x (key blocks), and a CTA costs c once; a, b and c come from three short simulations. Tiles
-are then handed to the card's SMs, the longest first, one CTA per SM. The model knows neither power nor L2 nor DRAM
+are then handed to the card's SMs, one CTA per SM: as they become free, or for the persistent rung by its own rule. The model knows neither power nor L2 nor DRAM
 limits: the clock is the measured row's where there is one.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fa3_course import results, simulated
+from fa3_course.simulated import rung08
 from fa3_lib.config import ForwardConfig
 from hopper_sim import HOPPER, Machine
 
@@ -85,15 +86,18 @@ def predict(
     persistent = simulated.rung(number).persistent
     m_blocks = -(-seqlen // c.config.tile_m)
     blocks = sorted((c.config.key_blocks(m, seqlen, seqlen) for m in range(m_blocks)), reverse=True)
-    per_tile = c.tile + (0.0 if persistent else c.cta)
-    start = c.cta if persistent else 0.0
-    sms = [start] * machine.sms
-    for n in blocks:
-        for _ in range(batch * heads):
-            heapq.heapreplace(sms, sms[0] + per_tile + n * c.block)
+    tiles = [n for n in blocks for _ in range(batch * heads)]
+    if persistent:
+        shares = (rung08.share(tiles, cta, machine.sms) for cta in range(min(machine.sms, len(tiles))))
+        longest = max(c.cta + len(mine) * c.tile + sum(mine) * c.block for mine in shares)
+    else:
+        sms = [0.0] * machine.sms
+        for n in tiles:
+            heapq.heapreplace(sms, sms[0] + c.cta + c.tile + n * c.block)
+        longest = max(sms)
     flops = 4.0 * seqlen**2 * head_dim * heads * batch * (0.5 if causal else 1.0)
     work = sum(blocks) * batch * heads * c.bound_cycles / machine.sms
-    return Prediction(flops / max(sms) * clock * 1e-3, flops / work * clock * 1e-3, c.bound, clock)
+    return Prediction(flops / longest * clock * 1e-3, flops / work * clock * 1e-3, c.bound, clock)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ async def warpgroup(wg: Role, p: parts.Problem, t: parts.Tiles, tile: tuple[int,
     rows = parts.OnlineSoftmax(wg, p, m, 0, p.scale_log2)
 
     parts.load_q(wg, p, t, tile)
-    await t.q_full.wait(0)
+    await t.q_full[0].wait(0)
     for i, n in enumerate(p.blocks(m)):
         parts.load_k(wg, p, t, tile, n, slot=0)
         await t.k_full[0].wait(i % 2)

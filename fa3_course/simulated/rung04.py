@@ -26,7 +26,7 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tu
     acc_O.write(0.0)
     rows = parts.OnlineSoftmax(wg, p, m, me, p.scale_log2)
 
-    await t.q_full.wait(0)
+    await t.q_full[0].wait(0)
     for i, n in enumerate(p.blocks(m)):
         slot, phase = i % c.stages, i // c.stages % 2
         await t.k_full[slot].wait(phase)

@@ -20,10 +20,10 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tu
     acc_O.write(0.0)
     rows = parts.OnlineSoftmax(wg, p, m, me, p.scale_log2)
     mine, next_one = t.turns[me], t.turns[(me + 1) % len(t.turns)]
-    if me == len(t.turns) - 1:
-        next_one.arrive()  # opens the first turn of consumer 0
+    if me == 0:
+        mine.arrive()  # opens the first turn
 
-    await t.q_full.wait(0)
+    await t.q_full[0].wait(0)
     blocks = p.blocks(m)
     for i in range(len(blocks) + 1):  # turn i: PV of block i - 1, QK of block i
         slot, phase = i % c.stages, i // c.stages % 2
@@ -53,9 +53,9 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tu
 
 def build(sm: SM, p: parts.Problem, tile: tuple[int, int, int]) -> None:
     """One CTA: tile_m query rows, at least two consumers."""
-    if p.config.consumer_warpgroups < 2:
-        raise ValueError(f"rung 6: ping-pong takes two consumers, tile_m = {p.config.tile_m} has one; take 128 or 192")
     t = replace(parts.make_tiles(sm, p), turns=parts.make_turns(sm, p.config))
+    if not t.turns:
+        raise ValueError("rung 6 takes turns: ping_pong=True, and tile_m of 128 or 192 for two or three consumers")
     sm.role("producer", rung05.producer, p, t, tile, threads=parts.WARP)
     for me, name in enumerate(parts.consumer_names(p.config)):
         sm.role(name, consumer, me, p, t, tile)

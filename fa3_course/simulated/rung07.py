@@ -65,7 +65,8 @@ async def attend(
     for i in range(len(blocks) + 1):  # QK of block i, PV of block i - 1
         slot, phase = (first + i) % c.stages, (first + i) // c.stages % 2
         last_slot, last_phase = (first + i - 1) % c.stages, (first + i - 1) // c.stages % 2
-        if t.turns:
+        pair = 0 < i < len(blocks)  # two GEMMs: a turn
+        if pair and t.turns:
             await mine.sync()
         if i < len(blocks):
             await t.k_full[slot].wait(phase)
@@ -77,7 +78,7 @@ async def attend(
             wg.wgmma_fence()
             wg.wgmma(acc_O, tOrP, t.v[last_slot], label="PV")
             wg.commit()
-        if t.turns:
+        if pair and t.turns:
             next_one.arrive()
         if i < len(blocks):
             await wg.wait_group(1 if i > 0 else 0)
@@ -99,15 +100,15 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tu
     tOrP = wg.registers("P", (WGMMA_M, c.tile_n), p.q.dtype)
     acc_O = wg.registers("O", (WGMMA_M, c.head_dim_v))
     acc_O.write(0.0)
-    if t.turns and me == len(t.turns) - 1:
+    if t.turns and me == 0:
         t.turns[0].arrive()  # opens the first turn
-    await t.q_full.wait(0)
+    await t.q_full[0].wait(0)
     rows = await attend(wg, me, p, t, tile[0], 0, acc_S, tOrP, acc_O)
     await parts.epilogue(wg, p, parts.staging(p, t, me), tile, me, acc_O, rows)
 
 
 def build(sm: SM, p: parts.Problem, tile: tuple[int, int, int]) -> None:
-    """One CTA: tile_m query rows; a single consumer takes no turns."""
+    """One CTA: tile_m query rows; turns if the configuration says so."""
     t = replace(parts.make_tiles(sm, p), turns=parts.make_turns(sm, p.config))
     sm.role("producer", producer, p, t, tile, threads=parts.WARP)
     for me, name in enumerate(parts.consumer_names(p.config)):

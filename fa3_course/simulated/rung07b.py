@@ -33,7 +33,7 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tu
             await refill(wg, p, t, tile, i, "K")
             await refill(wg, p, t, tile, i, "V")
 
-    await t.q_full.wait(0)
+    await t.q_full[0].wait(0)
     for i in range(len(blocks) + 1):  # QK of block i, PV of block i - 1
         slot, phase = i % c.stages, i // c.stages % 2
         last_slot, last_phase = (i - 1) % c.stages, (i - 1) // c.stages % 2

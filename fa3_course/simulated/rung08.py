@@ -1,8 +1,8 @@
-"""Rung 8 on the simulated SM: one CTA stays and works through a list of query tiles.
+"""Rung 8 on the simulated SM, the protocol of `fa3_lib`'s forward kernel: a CTA stays and walks over query tiles.
 
-Adds to rung 7      the rings and turns go on across tiles; a barrier says when Q's memory (and the output staged in it) is
-                    free; the tiles with most keys come first
-Look at             the producer fetches K of the next tile while the consumers still finish the last one
+Adds to rung 7      rings and turns go on across tiles; a second warp loads each consumer's query rows as soon as the
+                    consumer's last output has left the same memory; long causal tiles come first
+Look at             K and V of the next tile are on their way while a consumer still stores its output
 """
 
 from dataclasses import replace
@@ -14,18 +14,33 @@ from hopper_sim import SM, Role
 Work = list[tuple[int, int, int]]
 
 
-async def producer(warp: Role, p: parts.Problem, t: parts.Tiles, work: Work) -> None:
+def share(work: Work, cta: int, ctas: int) -> Work:
+    """The tiles of one CTA: one per round; every other round runs backwards, so that long and short tiles add up alike."""
+    rounds = -(-len(work) // ctas)
+    indices = [r * ctas + (cta if r % 2 == 0 else ctas - 1 - cta) for r in range(rounds)]
+    return [work[i] for i in indices if i < len(work)]
+
+
+async def load_kv(warp: Role, p: parts.Problem, t: parts.Tiles, work: Work) -> None:
+    async def nothing() -> None:
+        pass
+
     await warp.setmaxnreg(p.config.producer_registers)
-    count = 0  # blocks put through the rings so far
-    for number, tile in enumerate(work):
+    loaded = 0  # blocks put through the rings so far
+    for tile in work:
+        await rung07.load_blocks(warp, p, t, tile, loaded, nothing)
+        loaded += len(p.blocks(tile[0]))
 
-        async def query(number: int = number, tile: tuple[int, int, int] = tile) -> None:
-            # behind the first K, whose slot is free before Q's memory is
-            await t.q_empty.wait(number % 2 ^ 1)
-            parts.load_q(warp, p, t, tile)
 
-        await rung07.load_blocks(warp, p, t, tile, count, query)
-        count += len(p.blocks(tile[0]))
+async def load_q(warp: Role, p: parts.Problem, t: parts.Tiles, work: Work) -> None:
+    c = p.config
+    await warp.setmaxnreg(c.producer_registers)
+    for number, (m, head, batch) in enumerate(work):
+        for i in range(c.consumer_warpgroups):
+            await t.q_empty[i].wait(number % 2 ^ 1)
+            t.q_full[i].arrive_expect_tx(c.q_bytes // c.consumer_warpgroups)
+            at, box = (batch, m * c.tile_m + i * WGMMA_M, head, 0), (1, WGMMA_M, 1, c.head_dim)
+            warp.tma_load(t.q[i], p.q, at, box, t.q_full[i])
 
 
 async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, work: Work) -> None:
@@ -34,23 +49,27 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, work: Wo
     acc_S = wg.registers("S", (WGMMA_M, c.tile_n))
     tOrP = wg.registers("P", (WGMMA_M, c.tile_n), p.q.dtype)
     acc_O = wg.registers("O", (WGMMA_M, c.head_dim_v))
-    if t.turns and me == len(t.turns) - 1:
-        t.turns[0].arrive()
-    count = 0
+    if t.turns and me == 0:
+        t.turns[0].arrive()  # opens the first turn
+    done = 0
     for number, tile in enumerate(work):
         acc_O.write(0.0)
-        await t.q_full.wait(number % 2)
-        rows = await rung07.attend(wg, me, p, t, tile[0], count, acc_S, tOrP, acc_O)
+        await t.q_full[me].wait(number % 2)
+        rows = await rung07.attend(wg, me, p, t, tile[0], done, acc_S, tOrP, acc_O)
         await parts.epilogue(wg, p, parts.staging(p, t, me), tile, me, acc_O, rows)
-        t.q_empty.arrive(parts.WARPS)
-        count += len(p.blocks(tile[0]))
+        t.q_empty[me].arrive()  # one thread, after the store has read the memory
+        done += len(p.blocks(tile[0]))
 
 
 def build(sm: SM, p: parts.Problem, *work: tuple[int, int, int]) -> None:
     """One persistent CTA with its share of the query tiles."""
-    names = parts.consumer_names(p.config)
-    q_empty = sm.mbarrier("Q empty", p.config.empty_arrivals, by=names)
-    t = replace(parts.make_tiles(sm, p), turns=parts.make_turns(sm, p.config), q_empty=q_empty)
-    sm.role("producer", producer, p, t, list(work), threads=parts.WARP)
+    c, names = p.config, parts.consumer_names(p.config)
+    t = replace(
+        parts.make_tiles(sm, p, loader="load_kv", q_loader="load_q"),
+        turns=parts.make_turns(sm, c),
+        q_empty=[sm.mbarrier(f"Q empty[{i}]", 1, by=(name,)) for i, name in enumerate(names)],
+    )
+    for name, body in (("load_kv", load_kv), ("load_q", load_q)):
+        sm.role(name, body, p, t, list(work), threads=parts.WARP, warpgroup="producer")
     for me, name in enumerate(names):
         sm.role(name, consumer, me, p, t, list(work))

@@ -89,16 +89,17 @@ async def consumer(wg: Role, me: int, p: Problem8, t: parts.Tiles, tile: tuple[i
     order = np.argsort(register_order(c.tile_n))
     if t.turns:
         mine, next_one = t.turns[me], t.turns[(me + 1) % len(t.turns)]
-        if me == len(t.turns) - 1:
-            next_one.arrive()
+        if me == 0:
+            mine.arrive()
 
-    await t.q_full.wait(0)
+    await t.q_full[0].wait(0)
     blocks = p.blocks(m)
     shrink = np.ones((WGMMA_M, 1), dtype=np.float32)
     for i in range(len(blocks) + 1):  # QK of block i, PV of block i - 1
         slot, phase = i % c.stages, i // c.stages % 2
         last_slot, last_phase = (i - 1) % c.stages, (i - 1) // c.stages % 2
-        if t.turns:
+        pair = 0 < i < len(blocks)
+        if pair and t.turns:
             await mine.sync()
         if i < len(blocks):
             await t.k_full[slot].wait(phase)
@@ -117,7 +118,7 @@ async def consumer(wg: Role, me: int, p: Problem8, t: parts.Tiles, tile: tuple[i
                 short_accumulator=p.short_accumulator,
             )
             wg.commit()
-        if t.turns:
+        if pair and t.turns:
             next_one.arrive()
         if i < len(blocks):
             await wg.wait_group(1 if i > 0 else 0)

@@ -66,6 +66,9 @@ def test_bad_input_is_refused_with_the_line_of_the_role():
     async def negative_count(wg):
         await wg.spend("x", mufu=-1)
 
+    async def unknown_unit(wg):
+        await wg.spend("x", sfu=64)
+
     async def negative_latency(wg):
         await wg.spend("x", latency=-5)
 
@@ -88,6 +91,7 @@ def test_bad_input_is_refused_with_the_line_of_the_role():
         await wg.store_shared(tile, np.zeros((4, 4)))
 
     refused("mufu = -1 must not be negative", negative_count)
+    refused("unknown unit sfu; register arithmetic runs on fma, alu and mufu", unknown_unit)
     refused("latency = -5 must not be negative", negative_latency)
     refused("a multiple of 8", odd_registers)
     refused("n must not be negative", negative_group)
@@ -200,6 +204,55 @@ def test_a_helpers_verdict_names_helper_and_role():
     assert " in helper: await wg.load_shared(tile) (called from " in str(verdict.value) and "in reader" in str(
         verdict.value
     )
+
+
+def test_a_role_that_returns_early_is_named_with_its_last_line():
+    async def hasty(wg, me, slots, full, empty):
+        await full[0].wait(0)
+        await wg.load_shared(slots[0])
+
+    with pytest.raises(Fault) as verdict:
+        ring(stages=2, tiles=6, readers=1, seed=0, consumer=hasty)
+    assert verdict.value.kind == Kind.ROLES_DISAGREE
+    assert "consumer0 has returned, after test_protocol.py" in str(verdict.value)
+
+
+def test_the_package_stands_alone():
+    """hopper_sim imports NumPy and the standard library, nothing of the course."""
+    import ast
+    import sys
+    from pathlib import Path
+
+    import hopper_sim
+
+    for path in Path(hopper_sim.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = (
+                [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else [a.name for a in getattr(node, "names", [])]
+                if isinstance(node, ast.Import)
+                else []
+            )
+            for name in names:
+                top = name.partition(".")[0]
+                assert top in {"hopper_sim", "numpy"} or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+def test_the_readmes_example_runs_and_its_broken_form_is_named(capsys):
+    from pathlib import Path
+
+    import hopper_sim
+
+    readme = Path(hopper_sim.__file__).with_name("README.md").read_text(encoding="utf-8")
+    code = readme.split("```python\n")[1].split("```")[0]
+    exec(code, {})
+    assert capsys.readouterr().out.strip()
+    lines = [line for line in code.splitlines() if "take this line away" not in line]
+    assert len(lines) == len(code.splitlines()) - 1
+    with pytest.raises(Fault) as verdict:
+        exec("\n".join(lines), {})
+    assert verdict.value.kind == Kind.READ_BEFORE_FULL
 
 
 def test_setmaxnreg_waits_for_what_others_give_back():

@@ -16,6 +16,7 @@ SHAPES = [  # b, sq, sk, h, hk, d, causal
     (2, 130, 77, 2, 2, 64, True),  # rows without keys
     (1, 70, 500, 3, 1, 128, True),
     (1, 150, 190, 1, 1, 256, False),
+    (1, 130, 200, 1, 1, 192, True),
     (1, 129, 161, 1, 1, 80, False),  # between two compiled head dims
 ]
 SIXTEEN_BIT = [number for number, rung in simulated.RUNGS.items() if not rung.fp8]
@@ -127,7 +128,7 @@ def test_refusals_say_what_to_do():
         (lambda: simulated.simulate("5", q, k[:, :, :, :32], v), "want"),
         (lambda: simulated.simulate("5", q[:, :0], k, v), "at least one query"),
         (lambda: simulated.configuration("5", 300, False), "multiple of 8 up to 256"),
-        (lambda: simulated.configuration("5", 128, False, stages=5), "shared memory exceeded"),
+        (lambda: simulated.configuration("5", 128, False, stages=4), "shared memory exceeded"),
         (lambda: simulated.configuration("11", 256, False), "take head_dim up to 128, or rung 10"),
         (
             lambda: simulated.simulate("5", q, k, v, True, config=simulated.configuration("5", 64, False)),

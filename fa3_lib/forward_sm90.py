@@ -106,28 +106,16 @@ class ForwardSm90:
         units = ceil_div(ceil_div(mQ.shape[0], cfg.tile_m), tiles_per_unit) * mQ.shape[2] * mQ.shape[3]
         ctas = cutlass.min(units, max_ctas)
         self.kernel(
-            tma_Q,
-            mQ,
-            tma_K,
-            mK,
-            tma_V,
-            mV,
-            tma_O,
-            mO,
-            mLSE,
-            sQ_layout,
-            sK_layout,
-            sV_layout,
-            sO_layout,
-            softmax_scale * math.log2(math.e),
-            ceil_div(units, ctas) * tiles_per_unit,
+            tma_Q, mQ, tma_K, mK, tma_V, mV, tma_O, mO, mLSE,
+            sQ_layout, sK_layout, sV_layout, sO_layout,
+            softmax_scale * math.log2(math.e), ceil_div(units, ctas) * tiles_per_unit,
         ).launch(
             grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
             smem=SharedStorage.size_in_bytes(),
             stream=stream,
             min_blocks_per_mp=1,
-        )
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -284,8 +272,8 @@ class ForwardSm90:
         qk = (mma_qk_first, mma_qk, tSrQ, tSrK, k_full, k_empty)
         pv = (mma_pv, tOrV, v_full, v_empty)
 
-        if const_expr(cfg.ping_pong):
-            if consumer == 0:  # noqa: SIM102 (decided while running, the other while tracing): the first turn
+        if const_expr(cfg.ping_pong):  # noqa: SIM102, decided while tracing; the next one while running
+            if consumer == 0:  # the first turn is consumer 0's
                 self.pass_turn(cfg.consumer_warpgroups - 1)
         visited, done = Int32(0), Int32(0)  # tiles, and blocks (the place in both rings), so far
         for r in cutlass.range(rounds, unroll=1):

@@ -10,6 +10,9 @@ PY := .venv/bin/python
 ready := .venv/.installed
 endif
 
+# scripts that tests start elsewhere find the clone, also in an environment where it is not installed
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
 .PHONY: demo test lint notebooks clean help
 
 demo: $(ready)  ## every rung that this machine can run, on real activations

@@ -10,7 +10,8 @@ from hopper_sim import HOPPER, Fault
 
 BLOCKS = 8  # key blocks of the query tile that is shown
 STAGES, TILE_N = (1, 2, 4), (64, 80, 96, 112, 128, 144, 160, 176)
-LATENCIES = (100, 400, 700, 1000, 1500, 2000, 3000)
+LATENCIES, HEAD_DIMS = (100, 400, 700, 1000, 1500, 2000, 3000), (64, 128, 256)
+START = {"head_dim": 128, "tile_n": 128, "stages": 2, "latency": 700, "ping_pong": True, "overlap": False}
 KERNELS = {(False, False): "5", (True, False): "6", (True, True): "7", (False, True): "7b"}
 
 
@@ -30,7 +31,7 @@ def picture(
             without ping_pong that is rung 7b, which has no producer warp either.
 
     Returns:
-        the picture as PNG bytes and a line of text: cycles per key block and tensor-core share. When the kernel cannot
+        the picture as PNG bytes and a line of text: cycles and tensor-core share. When the kernel cannot
         be built, a picture of the refusal.
     """
     number = KERNELS[ping_pong, overlap]
@@ -43,7 +44,7 @@ def picture(
     except (ValueError, Fault) as refusal:
         return _refusal(str(refusal)), "refused"
     share, title = report.share("tensor core"), simulated.rung(number).title
-    words = f"rung {number}, {title}: {report.cycles / BLOCKS:.0f} cycles per key block, tensor core busy {share:.0%}"
+    words = f"rung {number}, {title}: {report.cycles:.0f} cycles for {BLOCKS} key blocks, tensor core busy {share:.0%}"
     return _png(timeline.draw(timeline.from_dict(report.timeline.as_dict()), words)), words
 
 
@@ -68,68 +69,84 @@ def _refusal(text: str) -> bytes:
 
 
 class Explorer:
-    """What a cell shows: widgets where a kernel and a front end run them, else the picture of the start values."""
+    """Knobs and a picture. The picture is an output of its own, so that it is seen where widgets do not run."""
 
     def __init__(self, **start):
-        self.start = start
-        self.image, self.words = picture(**start)
+        self.chosen = START | start
+        self.image, self.words = picture(**self.chosen)
+        self._shown = None
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        """Front ends take the richest form that they know: the widget, or the picture that is stored beside it."""
-        import base64
+    def show(self) -> None:
+        """Displays the knobs (where ipywidgets is installed) and the picture below them."""
+        from IPython.display import Image, display
 
-        bundle = {"image/png": base64.b64encode(self.image).decode(), "text/plain": self.words}
-        widget = self.widget()
-        if widget is not None:
-            bundle |= {key: value for key, value in widget._repr_mimebundle_().items() if "widget-view" in key}
-        return bundle
+        knobs = self.knobs()
+        if knobs is not None:
+            bundle = {k: v for k, v in knobs._repr_mimebundle_().items() if "widget-view" in k}
+            display(
+                bundle | {"text/plain": "Run this notebook to turn the knobs; the picture shows their first values."},
+                raw=True,
+            )
+        self._shown = display(Image(self.image, format="png"), display_id=True)
 
-    def widget(self):
+    def change(self, **values) -> None:
+        """Sets some knobs and draws again."""
+        from IPython.display import Image
+
+        self.chosen |= values
+        self.image, self.words = picture(**self.chosen)
+        if self._shown is not None:
+            self._shown.update(Image(self.image, format="png"))
+
+    def knobs(self):
         """The ipywidgets box, or None when ipywidgets is not installed."""
         try:
             import ipywidgets as widgets
         except ImportError:
             return None
-        chosen = {
-            "head_dim": 128,
-            "tile_n": 128,
-            "stages": 2,
-            "latency": 700,
-            "ping_pong": True,
-            "overlap": False,
-        } | self.start
         style = {"style": {"description_width": "9em"}, "layout": widgets.Layout(width="24em")}
-        knobs = {
-            "head_dim": widgets.SelectionSlider(
-                options=(64, 128, 256), description="head dim", value=chosen["head_dim"], **style
-            ),
-            "tile_n": widgets.SelectionSlider(
-                options=TILE_N, description="keys per block", value=chosen["tile_n"], **style
-            ),
-            "stages": widgets.SelectionSlider(options=STAGES, description="stages", value=chosen["stages"], **style),
-            "latency": widgets.SelectionSlider(
-                options=LATENCIES, description="TMA latency", value=int(chosen["latency"]), **style
-            ),
-            "ping_pong": widgets.Checkbox(description="ping-pong", value=chosen["ping_pong"], **style),
-            "overlap": widgets.Checkbox(description="softmax under PV", value=chosen["overlap"], **style),
-        }
-        for knob in knobs.values():
-            if hasattr(knob, "continuous_update"):
-                knob.continuous_update = False
-        image, words = widgets.Image(value=self.image, format="png"), widgets.Label(self.words)
 
-        def redraw(_change) -> None:
-            image.value, words.value = picture(**{name: knob.value for name, knob in knobs.items()})
+        def slider(name: str, description: str, options: tuple):
+            knob = widgets.SelectionSlider(
+                options=options, description=description, value=self.chosen[name], continuous_update=False, **style
+            )
+            knob.observe(lambda change: self.change(**{name: change["new"]}), names="value")
+            return knob
 
-        for knob in knobs.values():
-            knob.observe(redraw, names="value")
-        left, right = list(knobs.values())[:3], list(knobs.values())[3:]
-        return widgets.VBox([widgets.HBox([widgets.VBox(left), widgets.VBox(right)]), words, image])
+        def box(name: str, description: str):
+            knob = widgets.Checkbox(description=description, value=self.chosen[name], **style)
+            knob.observe(lambda change: self.change(**{name: change["new"]}), names="value")
+            return knob
+
+        left = [
+            slider("head_dim", "head dim", HEAD_DIMS),
+            slider("tile_n", "keys per block", TILE_N),
+            slider("stages", "stages", STAGES),
+        ]
+        right = [
+            slider("latency", "TMA latency", LATENCIES),
+            box("ping_pong", "ping-pong"),
+            box("overlap", "softmax under PV"),
+        ]
+        return widgets.HBox([widgets.VBox(left), widgets.VBox(right)])
 
 
-def explore(**start) -> Explorer:
-    """The view, as the last expression of a cell; `start` sets the first values (head_dim, tile_n, stages, ...).
+def explore(**start) -> None:
+    """Shows the view in a notebook; `start` sets the knobs' first values (see `picture`).
 
-    Raises TypeError on a name that `picture` does not take.
+    Raises TypeError on a name that `picture` does not take, ValueError on a value that its knob does not have.
     """
-    return Explorer(**start)
+    options = {
+        "head_dim": HEAD_DIMS,
+        "tile_n": TILE_N,
+        "stages": STAGES,
+        "latency": LATENCIES,
+        "ping_pong": (True, False),
+        "overlap": (True, False),
+    }
+    if unknown := sorted(set(start) - set(options)):
+        raise TypeError(f"explore has no knob {', '.join(unknown)}; there are {', '.join(options)}")
+    for name, value in start.items():
+        if value not in options[name]:
+            raise ValueError(f"{name} = {value}: the knob has {options[name]}")
+    Explorer(**start).show()

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa3_course import simulated
+from fa3_course import rungs, simulated
 from fa3_course.simulated import rung03, rung04, rung05, rung06, rung07, rung07b, rung08, rung10
-from fa3_lib.config import ForwardConfig
+from fa3_lib.config import ForwardConfig, forward_config
 from fa3_lib.reference import attention
 from hopper_sim import HOPPER, Fault, Kind, patched
 
@@ -21,6 +21,22 @@ def run(number, config, seqlen_q=128, seqlen_k=200, seed=0, machine=HOPPER, d=64
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((1, s, 1, d)) for s in (seqlen_q, seqlen_k, seqlen_k))
     return simulated.simulate(number, q, k, v, config.causal, config=config, machine=machine, seed=seed)
+
+
+@pytest.mark.parametrize("number", ["3", "4", "5", "6", "7"])
+def test_the_dsl_rung_is_compiled_from_the_same_configuration(number):
+    pytest.importorskip("cutlass", reason="the rungs' files import the DSL")
+    try:
+        module = rungs.find(number).module()
+    except KeyError:
+        pytest.skip(f"rung {number} has no DSL kernel yet")
+    for head_dim in (64, 96, 128, 192, 256):
+        for causal in (False, True):
+            assert module.make_config(head_dim, causal) == simulated.configuration(number, head_dim, causal)
+
+
+def test_the_library_is_rung_8():
+    assert simulated.configuration("8", 128, True) == forward_config(128, 128, True)
 
 
 # --- wrong counts in the configuration ------------------------------------------------------------------------------------

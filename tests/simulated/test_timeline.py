@@ -178,18 +178,26 @@ def test_the_command_refuses_in_one_line(arguments, complaint):
     assert complaint in str(outcome.exception) + outcome.output
 
 
-def test_the_view_has_a_picture_and_a_widget():
-    view = sim_view.explore(head_dim=64, stages=4)
-    bundle = view._repr_mimebundle_()
-    assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
-    assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert "tensor core busy" in bundle["text/plain"]
-    columns, words, image = view.widget().children
-    knobs = {knob.description: knob for column in columns.children for knob in column.children}
-    before = (words.value, image.value)
-    knobs["ping-pong"].value = False
-    assert words.value.startswith("rung 5") and image.value != before[1]
-    knobs["head dim"].value = 256
-    assert words.value == "refused"
-    with pytest.raises(TypeError):
+def test_the_view_has_a_picture_and_knobs():
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    InteractiveShell.instance()
+    with capture_output() as captured:
+        sim_view.explore(head_dim=64, stages=4)
+    knobs, picture = (output.data for output in captured.outputs)
+    assert "application/vnd.jupyter.widget-view+json" in knobs and "Run this notebook" in knobs["text/plain"]
+    assert base64.b64decode(picture["image/png"]).startswith(b"\x89PNG")
+
+    view = sim_view.Explorer(head_dim=64)
+    assert view.words.startswith("rung 6") and "tensor core busy" in view.words
+    named = {knob.description: knob for column in view.knobs().children for knob in column.children}
+    before = view.image
+    named["ping-pong"].value = False
+    assert view.words.startswith("rung 5") and view.image != before
+    named["stages"].value, named["head dim"].value = 4, 256
+    assert view.words == "refused"
+    with pytest.raises(TypeError, match="no knob stage; there are head_dim"):
         sim_view.explore(stage=3)
+    with pytest.raises(ValueError, match="stages = 3: the knob has"):
+        sim_view.explore(stages=3)

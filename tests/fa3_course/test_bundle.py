@@ -51,7 +51,9 @@ class FakeIndex:
 
 
 def fill(out, index, parts=("kernels", "course"), python=HERE):
-    return bundle.fill(out, parts, bundle.Target(python, platform.machine()), PINS, download=index, say=lambda line: None)
+    return bundle.fill(
+        out, parts, bundle.Target(python, platform.machine()), PINS, download=index, say=lambda line: None
+    )
 
 
 def test_parts_split_the_real_pins():

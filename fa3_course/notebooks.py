@@ -53,7 +53,7 @@ class _ThisPython(AsyncKernelManager):
 
 
 def sources(chosen: list[str] | None = None) -> list[Path]:
-    """The lesson.py and lab.py of all chapters, or of those given by number ("01"), by folder, or one by one.
+    """The lesson*.py and lab*.py of all chapters, or of those given by number ("01"), by folder, or one by one.
 
     Raises:
         BuildError: one of `chosen` names nothing.
@@ -65,7 +65,9 @@ def sources(chosen: list[str] | None = None) -> list[Path]:
         if chosen and not matches:
             raise BuildError(f"{name} is neither a chapter below {root} nor a path")
         places += matches
-    found = [place / name for place in places if place.is_dir() for name in ("lesson.py", "lab.py")]
+    # a chapter of two sittings has lesson_a.py and lesson_b.py
+    patterns = ("lesson*.py", "lab*.py")
+    found = [path for place in places if place.is_dir() for name in patterns for path in sorted(place.glob(name))]
     found += [place for place in places if place.suffix == ".py"]
     return [path.resolve() for path in found if path.is_file()]
 

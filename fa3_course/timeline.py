@@ -168,21 +168,26 @@ def gantt(timeline: Timeline, ax, lanes: Iterable[str] | None = None) -> None:
 
 
 def draw(timeline: Timeline, title: str = ""):
-    """A figure for one timeline: the whole run above, three rounds of its middle below. Returns the figure."""
+    """A figure for one timeline: the whole run above, three rounds of its middle below (if it has five). Returns it."""
     from fa3_course import plots
 
     plots.use_style()
     import matplotlib.pyplot as plt
 
-    rows = len(default_lanes(timeline))
+    rows, (low, high) = len(default_lanes(timeline)), _middle(timeline)
+    time = f"time in {'cycles of the SM clock' if timeline.unit == 'cycles' else 'nanoseconds'}"
+    if (low, high) == timeline.span:
+        fig, ax = plt.subplots(figsize=(plots.WIDTH, 0.9 + 0.5 * rows))
+        gantt(timeline, ax)
+        ax.set(title=title or "one CTA on one SM", xlabel=time)
+        return fig
     fig, (above, below) = plt.subplots(2, 1, figsize=(plots.WIDTH, 1.5 + 0.85 * rows), height_ratios=(0.8, 1.2))
-    low, high = _middle(timeline)
     gantt(timeline, above)
     above.axvspan(low, high, facecolor="none", edgecolor="black", linewidth=1, zorder=5)
     above.set_title(title or "one CTA on one SM")
     gantt(timeline.cut(low, high), below)
     below.set_title("inside the frame", fontweight="normal")
-    below.set_xlabel(f"time in {'cycles of the SM clock' if timeline.unit == 'cycles' else 'nanoseconds'}")
+    below.set_xlabel(time)
     return fig
 
 

@@ -48,10 +48,16 @@ class Site:
             return "outside any role"
         file, line, function = self.frames[0]
         text = linecache.getline(file, line).strip()
-        where = f"{Path(file).name}:{line} in {function}" + (f": {text}" if text else "")
+        where = f"{_place(file, line)} in {function}" + (f": {text}" if text else "")
         for file, line, function in self.frames[1:]:
-            where += f" (called from {Path(file).name}:{line} in {function})"
+            where += f" (called from {_place(file, line)} in {function})"
         return where
+
+
+def _place(file: str, line: int) -> str:
+    """file:line; a notebook's cells have made-up file names that would tell nobody anything."""
+    in_notebook = "ipykernel_" in file or file.startswith("<ipython")
+    return f"line {line} of the cell" if in_notebook else f"{Path(file).name}:{line}"
 
 
 def here() -> Site:

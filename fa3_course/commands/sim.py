@@ -64,7 +64,10 @@ def sim(
         raise typer.Exit(1) from None
 
     summary = _summary(rung, problem, result, (q, k, v), d, causal, seqlen, machine)
-    written = _write(rung, result, summary, plot, timeline, perfetto)
+    try:
+        written = _write(rung, result, summary, plot, timeline, perfetto)
+    except (OSError, ValueError) as error:  # no such folder, no such picture format
+        raise SystemExit(f"fa3 sim: {error}") from None
     if table:
         from fa3_course import results
         from fa3_course.simulated import predict

@@ -100,7 +100,7 @@ def test_two_level_accumulation_repairs_a_long_sum():
     assert means[1] == 1
 
 
-@pytest.mark.parametrize("number", SIXTEEN_BIT)
+@pytest.mark.parametrize("number", simulated.RUNGS)
 def test_every_seed_gives_the_same_bits(number):
     """200 orders of events, latencies between nothing and twice their value: clean, and equal."""
     q, k, v = draw(7, 1, 100, 150, 1, 1, 64)

@@ -169,6 +169,7 @@ def test_the_command_prints_and_writes(tmp_path):
         (["5", "--stages", "8"], "shared memory exceeded"),
         (["5", "--tma-latency", "-1"], "tma_latency = -1.0 must not be negative"),
         (["5", "--seqlen", "100000"], "take a shorter --seqlen"),
+        (["5", "--seqlen", "64", "--plot", "/nowhere/p.png"], "No such file"),
         (["5", "--heads", "3", "--kv-heads", "2"], "h a multiple of hk"),
     ],
 )

@@ -29,18 +29,30 @@ def test_round_trip_through_a_file(tmp_path):
 
 def test_a_timeline_from_a_card_is_read_and_drawn(tmp_path):
     """Stamps in nanoseconds, no lanes, no kinds: what a kernel on the card can write."""
-    events = [
-        {"lane": lane, "name": name, "start": 1000 * i + 400 * wg, "end": 1000 * i + 400 * wg + 390, "role": f"consumer{wg}"}
-        for i in range(8)
-        for wg, lane, name in ((0, "tensor core", "QK"), (0, "consumer0", "softmax"), (1, "tensor core", "PV"), (1, "consumer1", "softmax"))
-    ]  # fmt: skip
+    events = []
+    for turn in range(16):  # of the two warpgroups, one after the other; softmax follows the turn
+        wg, start = turn % 2, 500 * turn
+        stamps = (
+            ("tensor core", "PV", 0, 240),
+            ("tensor core", "QK", 240, 490),
+            (f"consumer{wg}", "softmax", 500, 950),
+        )
+        events += [
+            {"lane": lane, "name": name, "start": start + begin, "end": start + end, "role": f"consumer{wg}"}
+            for lane, name, begin, end in stamps
+        ]
     path = tmp_path / "card.json"
     path.write_text(json.dumps({"schema": "fa3-timeline/1", "unit": "ns", "events": events, "meta": {"gpu": "H200"}}))
     t = timeline.read(path)
     assert set(t.lanes) == {"tensor core", "consumer0", "consumer1"}
-    assert t.busy("tensor core") == pytest.approx(16 * 390)
+    assert t.busy("tensor core") == pytest.approx(16 * 490)
     figure = timeline.draw(t, "stamped")
-    assert figure.axes[1].get_xlabel() == "time in nanoseconds"
+    whole, inside = figure.axes
+    assert inside.get_xlabel() == "time in nanoseconds"
+    assert whole.get_xlim() == t.span and inside.get_xlim() == (
+        3 * 1000 - 760,
+        6 * 1000 - 760,
+    )  # three rounds, QK to QK
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,8 @@ ways = ("cp.async, mma.sync", "TMA, WGMMA")
 series = zip(ways, zip(*clocks.values(), strict=True), (plots.GREY, plots.BLUE), strict=True)
 plots.grouped_bars(left, list(clocks), series)
 left.set(xlabel="clocks", title="S of 128 x 128 scores, d 128")
-left.legend(loc="lower right")
+left.get_legend().remove()
+fig.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2)
 groups = {"copy": ("LDGSTS", "UTMALDG"), "collect": ("LDSM",), "multiply": ("HMMA", "HGMMA")}
 drawn = zip(kernels.items(), (plots.GREY, plots.GREEN, plots.BLUE), strict=False)
 series = [
@@ -471,7 +472,7 @@ def run_gemm(role, k=1024, seed=0):
     def build(sm: SM):
         tile_a, tile_b = sm.shared("A", (TILE_M, TILE_K), "bf16"), sm.shared("B", (TILE_N, TILE_K), "bf16")
         staged = sm.shared("C", (TILE_M, TILE_N), "bf16")
-        sm.role("consumer0", role, a, b, c, tile_a, tile_b, staged, sm.mbarrier("full", arrivals=1))
+        sm.role("consumer0", role, a, b, c, tile_a, tile_b, staged, sm.mbarrier("A and B full", arrivals=1))
 
     report = launch(build, [()], outputs=(c,), seed=seed)
     want = a.numpy().astype(np.float64) @ b.numpy().astype(np.float64).T

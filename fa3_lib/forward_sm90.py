@@ -2,18 +2,19 @@
 
 One CTA per SM walks over tiles of `tile_m` query rows of one head. Its roles (counts and bytes are `ForwardConfig`'s):
 
-    load_kv      warp 0: one thread starts the TMA loads of K(n), V(n), for n from the last key block down
-    load_q       warp 1: one thread starts the TMA loads of each consumer's 64 query rows
+    load_blocks  warps 0 and 1: one thread of each starts the TMA loads of K(n) or of V(n), n from the last key block down.
+                 Two warps, because the consumers free K(n) long before V(n)
+    load_q       warp 2: one thread starts the TMA loads of each consumer's 64 query rows
     consume      warpgroups 1..: 64 query rows each, S = Q K^T and O += P V by WGMMA, online softmax in registers between
-                 them, epilogue through the warpgroup's own Q memory. Softmax(n) runs while the tensor cores work on the
-                 warpgroup's P V of the block before and on the other warpgroups' GEMMs
+                 them, epilogue. Softmax(n) runs while the tensor cores work on the warpgroup's P V of the block before
+                 and on the other warpgroups' GEMMs
 
 Warpgroup 0 (the loads) hands its registers to the consumers by setmaxnreg. Barriers, all mbarriers in shared memory:
 
     barrier      one per              full when                        free when
     K ring       stage                1 arrival + k_bytes              one arrival per consumer warp
     V ring       stage                1 arrival + v_bytes              one arrival per consumer warp
-    Q            consumer             1 arrival + its share of q_bytes 1 arrival: its output has left the same memory
+    Q            consumer             1 arrival + its share of q_bytes q_empty_arrivals of its consumer
 """
 
 import enum
@@ -98,6 +99,9 @@ class ForwardSm90:
             q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sQ_layout)], ALIGN_SWIZZLE]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sK_layout)], ALIGN_SWIZZLE]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sV_layout)], ALIGN_SWIZZLE]
+            o: cute.struct.Align[
+                cute.struct.MemRange[dtype, cute.cosize(sO_layout) if cfg.own_output else 0], ALIGN_SWIZZLE
+            ]
 
         self.shared_storage = SharedStorage
 
@@ -146,7 +150,8 @@ class ForwardSm90:
         sQ = storage.q.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (64, d, consumer)
         sK = storage.k.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (tile_n, d, stage)
         sV = storage.v.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)  # (dv, tile_n, stage)
-        sO = storage.q.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (64, dv, consumer): Q's memory
+        o_memory = storage.o if const_expr(cfg.own_output) else storage.q
+        sO = o_memory.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (64, dv, consumer)
         q_full, q_empty = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         k_full, k_empty = storage.k_full.data_ptr(), storage.k_empty.data_ptr()
         v_full, v_empty = storage.v_full.data_ptr(), storage.v_empty.data_ptr()
@@ -154,7 +159,7 @@ class ForwardSm90:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(cfg.consumer_warpgroups):
                     cute.arch.mbarrier_init(q_full + i, cfg.full_arrivals)
-                    cute.arch.mbarrier_init(q_empty + i, 1)
+                    cute.arch.mbarrier_init(q_empty + i, cfg.q_empty_arrivals)
                 for stage in cutlass.range_constexpr(cfg.stages):
                     cute.arch.mbarrier_init(k_full + stage, cfg.full_arrivals)
                     cute.arch.mbarrier_init(k_empty + stage, cfg.empty_arrivals)
@@ -166,8 +171,12 @@ class ForwardSm90:
         if warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(cfg.producer_registers)
             if warp == 0:
-                self.load_kv(tma_K, mK, sK, k_full, k_empty, tma_V, mV, sV, v_full, v_empty, mQ, rounds)
+                self.load_blocks(tma_K, mK, sK, (cfg.tile_n, cfg.head_dim), (None, 0), k_full, k_empty, mQ, mK, rounds)
             elif warp == 1:
+                self.load_blocks(
+                    tma_V, mV, sV, (cfg.head_dim_v, cfg.tile_n), (0, None), v_full, v_empty, mQ, mK, rounds
+                )
+            elif warp == 2:
                 self.load_q(tma_Q, mQ, sQ, q_full, q_empty, rounds)
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_registers)
@@ -206,29 +215,22 @@ class ForwardSm90:
     # --- loads ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load_kv(
-        self, tma_K, mK, sK, k_full, k_empty, tma_V, mV, sV, v_full, v_empty, mQ, rounds
-    ):  # fmt: skip
+    def load_blocks(self, tma, mX, sX, tile: cutlass.Constexpr, along: cutlass.Constexpr, full, empty, mQ, mK, rounds):
+        """Every key block of every tile of this CTA through one ring: K as (tile_n, d) tiles, V as (dv, tile_n)."""
         cfg = self.config
         group = mQ.shape[2] // mK.shape[2]  # query heads per KV head
-        loaded = Int32(0)  # blocks so far: the place in both rings
+        tile_bytes = tile[0] * tile[1] * cfg.element_bytes
+        loaded = Int32(0)  # blocks so far: the place in the ring
         for r in cutlass.range(rounds, unroll=1):
             m_block, head, batch = self.tile_of_round(r, mQ)
             if m_block >= 0:
-                gK = cute.local_tile(mK[None, None, head // group, batch], (cfg.tile_n, cfg.head_dim), (None, 0))
-                gV = cute.local_tile(mV[None, None, head // group, batch], (cfg.head_dim_v, cfg.tile_n), (0, None))
-                tKsK, tKgK = partition_tma(tma_K, sK, gK)
-                tVsV, tVgV = partition_tma(tma_V, sV, gV)
+                gX = cute.local_tile(mX[None, None, head // group, batch], tile, along)
+                tXsX, tXgX = partition_tma(tma, sX, gX)
                 n_blocks = cfg.key_blocks(m_block, mQ.shape[0], mK.shape[0], cutlass.min, cutlass.max)
                 for j in cutlass.range(n_blocks, unroll=1):
-                    n = n_blocks - 1 - j
                     stage, phase = self.slot(loaded + j)
-                    load_tile(
-                        tma_K, tKgK[None, n], tKsK[None, stage], k_full + stage, k_empty + stage, phase, cfg.k_bytes
-                    )
-                    load_tile(
-                        tma_V, tVgV[None, n], tVsV[None, stage], v_full + stage, v_empty + stage, phase, cfg.v_bytes
-                    )
+                    block = tXgX[None, n_blocks - 1 - j]
+                    load_tile(tma, block, tXsX[None, stage], full + stage, empty + stage, phase, tile_bytes)
                 loaded += n_blocks
 
     @cute.jit
@@ -286,7 +288,7 @@ class ForwardSm90:
                 cute.arch.mbarrier_wait(q_full, visited & 1)
                 # `done` in a uniform register: the WGMMA descriptors of its stages are then computed there too
                 acc_O, row_max, row_sum = self.attend(
-                    qk, pv, thread, consumer, first_row, seqlen_q, seqlen_k, n_blocks, n_unmasked,
+                    qk, pv, q_empty, thread, consumer, first_row, seqlen_q, seqlen_k, n_blocks, n_unmasked,
                     cute.arch.make_warp_uniform(done), scale_log2,
                 )  # fmt: skip
                 visited += 1
@@ -299,10 +301,11 @@ class ForwardSm90:
                 gO = cute.local_tile(mO[None, None, head, batch], (WGMMA_M, cfg.head_dim_v), (None, 0))
                 gO = gO[None, None, m_block * cfg.consumer_warpgroups + consumer]
                 self.store_output(mma_pv, tma_O, acc_O, sO, gO, q_empty, thread, consumer)
+        self.wait_for_store(thread)  # shared memory must outlive the last store
 
     @cute.jit
     def attend(
-        self, qk, pv, thread, consumer, first_row, seqlen_q, seqlen_k, n_blocks, n_unmasked, done, scale_log2
+        self, qk, pv, q_empty, thread, consumer, first_row, seqlen_q, seqlen_k, n_blocks, n_unmasked, done, scale_log2
     ):  # fmt: skip
         """One tile of one consumer; returns acc_O, row_max, row_sum, not yet normalised.
 
@@ -338,9 +341,12 @@ class ForwardSm90:
                 self.issue_pair(qk, pv, state, done + j, consumer)
                 self.finish_pair(pv, state, done + j, scale_log2, may_be_empty=False)
 
+            self.release_q(q_empty)
             self.issue_pv(pv, tOrP, acc_O, done + n_blocks - 1)
             warpgroup.wait_group(0)
             self.release(pv[3], done + n_blocks - 1)
+        else:
+            self.release_q(q_empty)
         return acc_O, row_max, row_sum
 
     @cute.jit
@@ -395,6 +401,13 @@ class ForwardSm90:
             cute.arch.mbarrier_arrive(empty + stage)
 
     @cute.jit
+    def release_q(self, q_empty):
+        """After the tile's last S: the next Q may come, unless the output is to take its place first."""
+        if const_expr(self.config.own_output):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(q_empty)
+
+    @cute.jit
     def pass_turn(self, consumer):
         following = (consumer + 1) % self.config.consumer_warpgroups
         cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + following, number_of_threads=2 * WARPGROUP)
@@ -410,14 +423,17 @@ class ForwardSm90:
 
     @cute.jit
     def store_output(self, mma_pv, tma_O, acc_O, sO, gO, q_empty, thread, consumer):
-        """fp32 registers -> 16 bit -> stmatrix -> the consumer's own 64 rows of Q's memory -> TMA store; frees Q."""
+        """fp32 registers -> 16 bit -> stmatrix -> the consumer's 64 rows of shared memory -> TMA store."""
+        own_output = self.config.own_output
         barrier = NamedBarrier.EPILOGUE + consumer
         rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
         rO.store(acc_O.load().to(self.dtype))
         r2s = cute.make_tiled_copy_C(cute.make_copy_atom(nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv)
         thr_r2s = r2s.get_slice(thread)
 
-        # every warp of the consumer has read its last Q
+        # the memory is free: the output before has left it, or every warp has read its last Q there
+        if const_expr(own_output):
+            self.wait_for_store(thread)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
         cute.copy(r2s, thr_r2s.retile(rO), thr_r2s.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -426,10 +442,17 @@ class ForwardSm90:
             tOsO, tOgO = partition_tma(tma_O, sO, gO)
             cute.copy(tma_O, tOsO, tOgO)
             cute.arch.cp_async_bulk_commit_group()
-            # the memory is read: the next Q may come, and the CTA may end
+        if const_expr(not own_output):
+            self.wait_for_store(thread)
+            if thread < WARP:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(q_empty)
+
+    @cute.jit
+    def wait_for_store(self, thread):
+        """Until the storing warp's TMA store has read its shared memory."""
+        if thread < WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(q_empty)
 
     # --- tensor-core instructions ----------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ def _plan(*facts_and_causal) -> _Plan:
     check_tensors(*facts)
     q_shape, q_stride, _, device, k_shape, k_stride, _, _, v_shape, v_stride, _, _ = facts
     batch, seqlen_q, heads, head_dim = q_shape
-    config = forward_config(head_dim, v_shape[-1], causal)
+    config = forward_config(head_dim, v_shape[-1], causal, seqlen_q)
     out_shape = (batch, seqlen_q, heads, v_shape[-1])
     empty = 0 in out_shape or k_shape[1] == 0
     ctas, strides = 0, (None, None, None)

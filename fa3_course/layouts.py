@@ -252,7 +252,7 @@ def draw_waits(ax: Axes, shares: Mapping[str, Mapping[str, float]]) -> None:
     handles = [Rectangle((0, 0), 1, 1, color=colours[kind]) for kind in seen]
     labels = [kind if kind == "at work" else f"waits: {kind}" for kind in seen]
     ax.figure.legend(handles, labels, loc="outside lower center", ncols=4)
-    ax.set_yticks(range(len(shares)), list(shares))
+    ax.set_yticks(range(len(shares)), [role.replace("consumer", "warpgroup ") for role in shares])
     ax.invert_yaxis()
     ax.set(xlim=(0, 100), xlabel="% of the role's time")
     ax.grid(axis="y", visible=False)

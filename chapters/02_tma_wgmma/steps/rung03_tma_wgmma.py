@@ -67,7 +67,7 @@ class Attention:
         mQ, mK, mO = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mO))
         mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
 
-        # swizzled shared-memory layouts: Q (and O in its place), one K and one V tile
+        # swizzled shared-memory layouts: Q (and O in its place), a K and a V tile per stage
         tile_qk, tile_pv = (WGMMA_M, cfg.tile_n, cfg.head_dim), (WGMMA_M, cfg.head_dim_v, cfg.tile_n)
         sQ_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile_qk, dtype, 1)
         sK_layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile_qk, dtype, cfg.stages)
@@ -110,8 +110,8 @@ class Attention:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         sQ = storage.q.get_tensor(Q.layout.outer, swizzle=Q.layout.inner)  # (64, d, 1)
-        sK = storage.k.get_tensor(K.layout.outer, swizzle=K.layout.inner)  # (tile_n, d, 1)
-        sV = storage.v.get_tensor(V.layout.outer, swizzle=V.layout.inner)  # (dv, tile_n, 1)
+        sK = storage.k.get_tensor(K.layout.outer, swizzle=K.layout.inner)  # (tile_n, d, stage)
+        sV = storage.v.get_tensor(V.layout.outer, swizzle=V.layout.inner)  # (dv, tile_n, stage)
         sO = storage.q.get_tensor(O.layout.outer, swizzle=O.layout.inner)  # (64, dv, 1): Q's memory
 
         q_barrier = storage.barriers.data_ptr()

@@ -2,9 +2,8 @@
 
 One CTA per SM walks over tiles of `tile_m` query rows of one head. Its roles (counts and bytes are `ForwardConfig`'s):
 
-    load_blocks  warps 0 and 1: one thread of each starts the TMA loads of K(n) or of V(n), n from the last key block down.
-                 Two warps, because the consumers free K(n) long before V(n)
-    load_q       warp 2: one thread starts the TMA loads of each consumer's 64 query rows
+    load_kv      warp 0: one thread starts the TMA loads of K(n), V(n), for n from the last key block down
+    load_q       warp 1: one thread starts the TMA loads of each consumer's 64 query rows
     consume      warpgroups 1..: 64 query rows each, S = Q K^T and O += P V by WGMMA, online softmax in registers between
                  them, epilogue. Softmax(n) runs while the tensor cores work on the warpgroup's P V of the block before
                  and on the other warpgroups' GEMMs
@@ -171,12 +170,8 @@ class ForwardSm90:
         if warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(cfg.producer_registers)
             if warp == 0:
-                self.load_blocks(tma_K, mK, sK, (cfg.tile_n, cfg.head_dim), (None, 0), k_full, k_empty, mQ, mK, rounds)
+                self.load_kv(tma_K, mK, sK, k_full, k_empty, tma_V, mV, sV, v_full, v_empty, mQ, rounds)
             elif warp == 1:
-                self.load_blocks(
-                    tma_V, mV, sV, (cfg.head_dim_v, cfg.tile_n), (0, None), v_full, v_empty, mQ, mK, rounds
-                )
-            elif warp == 2:
                 self.load_q(tma_Q, mQ, sQ, q_full, q_empty, rounds)
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_registers)
@@ -215,22 +210,27 @@ class ForwardSm90:
     # --- loads ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load_blocks(self, tma, mX, sX, tile: cutlass.Constexpr, along: cutlass.Constexpr, full, empty, mQ, mK, rounds):
-        """Every key block of every tile of this CTA through one ring: K as (tile_n, d) tiles, V as (dv, tile_n)."""
+    def load_kv(self, tma_K, mK, sK, k_full, k_empty, tma_V, mV, sV, v_full, v_empty, mQ, rounds):
         cfg = self.config
         group = mQ.shape[2] // mK.shape[2]  # query heads per KV head
-        tile_bytes = tile[0] * tile[1] * cfg.element_bytes
-        loaded = Int32(0)  # blocks so far: the place in the ring
+        loaded = Int32(0)  # blocks so far: the place in both rings
         for r in cutlass.range(rounds, unroll=1):
             m_block, head, batch = self.tile_of_round(r, mQ)
             if m_block >= 0:
-                gX = cute.local_tile(mX[None, None, head // group, batch], tile, along)
-                tXsX, tXgX = partition_tma(tma, sX, gX)
+                gK = cute.local_tile(mK[None, None, head // group, batch], (cfg.tile_n, cfg.head_dim), (None, 0))
+                gV = cute.local_tile(mV[None, None, head // group, batch], (cfg.head_dim_v, cfg.tile_n), (0, None))
+                tKsK, tKgK = partition_tma(tma_K, sK, gK)
+                tVsV, tVgV = partition_tma(tma_V, sV, gV)
                 n_blocks = cfg.key_blocks(m_block, mQ.shape[0], mK.shape[0], cutlass.min, cutlass.max)
                 for j in cutlass.range(n_blocks, unroll=1):
+                    n = n_blocks - 1 - j
                     stage, phase = self.slot(loaded + j)
-                    block = tXgX[None, n_blocks - 1 - j]
-                    load_tile(tma, block, tXsX[None, stage], full + stage, empty + stage, phase, tile_bytes)
+                    load_tile(
+                        tma_K, tKgK[None, n], tKsK[None, stage], k_full + stage, k_empty + stage, phase, cfg.k_bytes
+                    )
+                    load_tile(
+                        tma_V, tVgV[None, n], tVsV[None, stage], v_full + stage, v_empty + stage, phase, cfg.v_bytes
+                    )
                 loaded += n_blocks
 
     @cute.jit

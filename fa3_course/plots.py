@@ -30,7 +30,7 @@ KERNELS: dict[str, tuple[str, str, str]] = {
     "fa3_lib": ("fa3_lib", BLUE, "o"),
     "rung00_eager": ("rung 0: eager", GREY, "x"),
     "rung02_triton_fa2": ("rung 2: Triton", GREEN, "P"),
-    "rung03_tma_wgmma": ("rung 3: TMA + WGMMA", "#B07AA1", "1"),
+    "rung03_tma_wgmma": ("rung 3: TMA + WGMMA", "#7A7A00", "1"),
     "rung04_ring": ("rung 4: ring", "#9C755F", "2"),
     "rung05_warp_specialised": ("rung 5: warp-specialised", "#1B4F72", "*"),
 }

@@ -427,8 +427,8 @@ print("thread and register of every element of P agree with operand A's: nothing
 # %% [markdown]
 # **K-major, MN-major.** "K-major" means that the dimension summed over is contiguous in memory. For S = Q Kᵀ that is the head dim,
 # contiguous in both tensors as they come. For O = P V it is the *key* dimension, but V has its head dim contiguous: V is MN-major. For 16-bit types
-# WGMMA reads either, from the same TMA-written tile, so V needs no transpose (for FP8 only K-major exists: chapter 4). It is a bit of the
-# instruction's shared-memory descriptor: start address, two strides, swizzle mode.
+# WGMMA reads either, from the same TMA-written tile, so V needs no transpose (for FP8 only K-major exists: chapter 4). It is one bit of the
+# instruction. Where the tile lies is in a 64-bit shared-memory descriptor: start address, two strides, swizzle mode.
 #
 # **Asynchronous** means four obligations, in this order:
 #
@@ -526,7 +526,8 @@ for what, (old_line, new_line) in BROKEN.items():
 # and stores (the *generic* one). Ordinary stores must be followed by `fence.proxy.async`, then by a barrier, before TMA
 # may read them. For the tiles of Q, K and V nobody needs it: TMA writes, WGMMA reads, and the mbarrier orders the two.
 #
-# On a card none of these five gives a message. Some give wrong numbers on some days.
+# On a card none of these five gives a message at run time. Some give wrong numbers on some days. (ptxas sees some of them in the code, inserts waits, and says so in
+# an advisory, C75xx: our tests refuse kernels that have one.)
 #
 # ## 6. The kernel
 #

@@ -616,7 +616,7 @@ if HAS_CUTE:
 numbers = ["3", "4", "5"]
 simulated_speed = {n: predicted(n) for n in numbers}
 stored = lesson_views.speeds(RUN, ["2", *numbers], head_dim=128, causal=False, seqlen=8192)
-shown = [n for n in ("2", *numbers) if n in stored or n in simulated_speed and n != "2"]
+shown = [n for n in ("2", *numbers) if n in stored or n in simulated_speed]
 PAPER = 570  # TFLOP/s, H100, fp16, d 128, 8k: FA3 paper, section 3.1, before ping-pong
 fig, (ax,) = plots.figure(height=3.2)
 series = [("simulated: one CTA per SM, 1.83 GHz", [simulated_speed.get(n, np.nan) for n in shown], plots.LIGHT)]

@@ -157,10 +157,10 @@ class ForwardConfig:
         )
 
     def validate(self) -> "ForwardConfig":
-        """Returns self, or raises ValueError with the broken rule and the budget."""
-        checks = (
+        """Returns self, or raises ValueError with the broken rule and, where it is one of room, the budget."""
+        shape = (
             (
-                self.head_dim % SWIZZLE_ELEMENTS == 0 and self.head_dim_v % SWIZZLE_ELEMENTS == 0,
+                self.head_dim % SWIZZLE_ELEMENTS == 0 == self.head_dim_v % SWIZZLE_ELEMENTS,
                 "head dims must be multiples of 64",
             ),
             (
@@ -169,15 +169,14 @@ class ForwardConfig:
             ),
             (self.tile_n % 16 == 0 and 16 <= self.tile_n <= 256, "tile_n must be a multiple of 16 in 16..256"),
             (self.stages in (1, 2, 4, 8), "stages must be 1, 2, 4 or 8"),
-            (self.smem_bytes <= SMEM_LIMIT, "shared memory exceeded"),
-            (
-                self.accumulator_registers + 24 <= self.consumer_registers,
-                "accumulators leave fewer than 24 registers for the rest",
-            ),
         )
-        for ok, rule in checks:
+        for ok, rule in shape:
             if not ok:
-                raise ValueError(f"{self}: {rule}. {self.budget()}")
+                raise ValueError(f"{self}: {rule}")
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"{self}: shared memory exceeded. {self.budget()}")
+        if self.accumulator_registers + 24 > self.consumer_registers:
+            raise ValueError(f"{self}: accumulators leave fewer than 24 registers for the rest. {self.budget()}")
         return self
 
 

@@ -16,7 +16,8 @@ A new exercise is two texts in its chapter's folder, and wrong answers for the t
     exercises/checks/ex12.py            `EXERCISE = Exercise(...)` and its properties (see `model`)
     tests/fa3_course/test_exercises.py  its wrong answers, in `WRONG`
 
-`fa3 reset 01.12` then writes the stub, and a cell `# %% exercise="01.12"` in lab.py puts it into the lab.
+`fa3 reset 01.12` then writes the stub, and a cell `# %% exercise="01.12"` in lab.py puts it into the lab. A bug lab
+"02.B1" has its check in bug_labs/checks/bug01.py and its learner's file in bug_labs/; see `protocol`.
 """
 
 import secrets
@@ -57,7 +58,9 @@ def evaluate(number: str, *functions: Callable, hint: int = 0, seed: int | None 
             return runner.run(exercise, chosen, seed, int(hint))
         except Refused as refusal:
             problem, state = str(refusal), "failed"
-    return Result(exercise.number, exercise.head.title, state, f"exercises/{exercise.file}", seed, problem=problem)
+    return Result(
+        exercise.number, exercise.head.title, state, f"{exercise.room}/{exercise.file}", seed, problem=problem
+    )
 
 
 def _choose(exercise: Exercise, functions: tuple[Callable, ...]) -> submission.Submission:

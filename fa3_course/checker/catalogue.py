@@ -1,4 +1,4 @@
-"""Finds exercises: chapters/NN_name/exercises/checks/ex*.py, each with one `EXERCISE`."""
+"""Finds exercises: chapters/NN_name/exercises/checks/ex*.py and bug_labs/checks/bug*.py, each with one `EXERCISE`."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -32,18 +32,20 @@ def chapters_folder() -> Path:
 @lru_cache(maxsize=64)
 def _load(path: Path) -> Exercise:
     exercise = load_source(path.read_text(encoding="utf-8"), path, f"checks_{path.stem}").EXERCISE
-    exercise.folder = path.parent.parent.parent
+    exercise.folder, exercise.room = path.parent.parent.parent, path.parent.parent.name
     return exercise
 
 
 def exercises(chapter: str | None = None) -> list[Exercise]:
-    """All exercises, or those of chapter "01", in order.
+    """All exercises, or those of chapter "01", in order; a chapter's bug labs come after its exercises.
 
     Raises:
         UnknownExercise: the chapter has none.
     """
     folder = chapters_folder()
-    found = [_load(path) for path in sorted(folder.glob(f"{chapter or '[0-9][0-9]'}_*/exercises/checks/ex*.py"))]
+    chapters = sorted(folder.glob(f"{chapter or '[0-9][0-9]'}_*"))
+    rooms = ("exercises/checks/ex*.py", "bug_labs/checks/bug*.py")
+    found = [_load(path) for one in chapters for room in rooms for path in sorted(one.glob(room))]
     if not found:
         known = sorted({path.parent.parent.parent.name[:2] for path in folder.glob("*/exercises/checks/ex*.py")})
         raise UnknownExercise(
@@ -53,13 +55,13 @@ def exercises(chapter: str | None = None) -> list[Exercise]:
 
 
 def find(number: str) -> Exercise:
-    """Exercise `number`, written "01.3" ("1.3" is understood too).
+    """Exercise `number`, written "01.3" ("1.3" is understood too), or bug lab "02.B1".
 
     Raises:
         UnknownExercise: no such exercise.
     """
     chapter, _, index = number.partition(".")
-    wanted = f"{chapter.zfill(2)}.{index.lstrip('0')}"
+    wanted = f"{chapter.zfill(2)}.{index.lstrip('0').upper()}"
     known = exercises(chapter.zfill(2))
     for exercise in known:
         if exercise.number == wanted:

@@ -10,7 +10,7 @@ from pathlib import Path
 from fa3_course.checker import stubs
 
 _HEAD = re.compile(
-    r"# (?P<number>\d\d\.\d+) (?P<title>[^\n]+)\n\n"
+    r"# (?P<number>\d\d\.B?\d+) (?P<title>[^\n]+)\n\n"
     r"\*Difficulty (?P<difficulty>[123]) of 3, (?P<minutes>\d+) minutes, needs (?P<needs>[^\n]+)\*\n\n"
     r"(?P<task>.+)",
     re.DOTALL,
@@ -53,13 +53,15 @@ class Exercise:
     """One exercise. Its head is read from the solution's docstring, its stub is made from the solution.
 
     Args:
-        number: chapter and exercise, "01.3".
+        number: chapter and exercise, "01.3"; of a bug lab "02.B1".
         file: file name of both the solution and the learner's copy, "ex03_tiles.py".
-        functions: name of each function that is checked -> how many values it returns.
+        functions: name of each function that is checked -> how many values it returns, 0 for a role or a function that
+            declares roles.
         hints: from a nudge to nearly the answer; `check(..., hint=2)` shows the first two.
         modules: importable modules without which the exercise cannot run here.
         hopper: whether it needs a Hopper GPU.
         seconds: time limit of one property.
+        faults: of a bug lab: (text of the solution, what the stub has instead).
     """
 
     number: str
@@ -69,8 +71,10 @@ class Exercise:
     modules: tuple[str, ...] = ()
     hopper: bool = False
     seconds: float = 20.0
+    faults: tuple[tuple[str, str], ...] = ()
     properties: list[Property] = field(default_factory=list)
     folder: Path = Path()  # of the chapter; set when the chapter is loaded
+    room: str = "exercises"  # or "bug_labs": the learner's folder in the chapter
 
     def holds(self, name: str, hint: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Decorator that adds a property; `hint` says what usually breaks it."""
@@ -93,9 +97,9 @@ class Exercise:
     @property
     def path(self) -> Path:
         """The learner's file."""
-        return self.folder / "exercises" / self.file
+        return self.folder / self.room / self.file
 
     @property
     def stub(self) -> str:
         """The untouched text of the learner's file."""
-        return stubs.make_stub(self.solution, self.number)
+        return stubs.make_stub(self.solution, self.number, self.faults)

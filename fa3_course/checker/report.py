@@ -61,7 +61,7 @@ def as_html(result: Result) -> str:
     """The report as HTML that is readable without its styles too (GitHub strips them)."""
     rows = []
     for state, name, details in _rows(result):
-        seen = "".join(f"<br><code>{html.escape(text)}</code>" for text in details[:1])
+        seen = "".join(f"<br><code>{_lines(text)}</code>" for text in details[:1])
         hint = "".join(f"<br><i>{_code(text)}</i>" for text in details[1:])
         rows.append(f"<tr>{_mark(state)}<td {LEFT}>{html.escape(name)}{seen}{hint}</td></tr>")
     hints = "".join(f"<li>{_code(hint)}</li>" for hint in result.hints)
@@ -71,6 +71,11 @@ def as_html(result: Result) -> str:
         + (f"<p>Hints</p><ol>{hints}</ol>" if hints else "")
         + (f"<p>{_code(footer(result))}</p>" if footer(result) else "")
     )
+
+
+def _lines(text: str) -> str:
+    """Escaped text that keeps its lines and their indents."""
+    return html.escape(text).replace("\n", "<br>").replace("  ", "&nbsp; ")
 
 
 def _code(text: str) -> str:

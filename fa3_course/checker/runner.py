@@ -1,5 +1,6 @@
 """Runs an exercise's properties on a submission."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -70,12 +71,13 @@ def guarded(function: Callable, name: str, results: int) -> Callable:
     its number of results checked.
     """
 
+    @functools.wraps(function)
     def call(*arguments):
         for argument in arguments:
             if isinstance(argument, np.ndarray):
                 argument.flags.writeable = False
         value = function(*arguments)
-        if value is None:
+        if value is None and results:
             raise Refused(f"{name} returned None: is the `return` missing?")
         if results > 1 and not (isinstance(value, tuple) and len(value) == results):
             got = f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__

@@ -10,9 +10,12 @@ A solution marks what the learner writes:
 The stub keeps every line outside the markers, the markers and the task, and replaces the rest by a statement that
 raises NotImplementedError. Where raising is impossible (code that a compiler reads) the marker names another statement:
 `# region learner: pass`.
+
+In a bug lab the stub has the whole region, with a fault in it.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _OPEN = re.compile(r"^(?P<indent> *)# region learner(?:: (?P<statement>.+))?$")
@@ -65,23 +68,40 @@ def split(text: str) -> tuple[list[str], list[Region]]:
     return outside, regions
 
 
-def make_stub(solution: str, number: str) -> str:
-    """The learner's text of exercise `number` ("01.3"), derived from the solution's text."""
+Faults = Sequence[tuple[str, str]]  # (text of the solution, what the stub has instead)
+
+
+def make_stub(solution: str, number: str, faults: Faults = ()) -> str:
+    """The learner's text of exercise `number` ("01.3"), derived from the solution's text.
+
+    Raises:
+        ValueError: no region, or a fault's old text does not stand in exactly one of them, once.
+    """
     outside, regions = split(solution)
     if not regions:
         raise ValueError(f"{number}: the solution has no `# region learner`")
+    texts = ["\n".join(region.lines) for region in regions]
+    for old, _ in faults:
+        if sum(text.count(old) for text in texts) != 1:
+            raise ValueError(f"{number}: {old!r} does not stand in the regions exactly once")
     lines: list[str] = []
-    remaining = iter(regions)
+    remaining = zip(regions, texts, strict=True)
     for line in outside:
         lines.append(line)
         if _OPEN.match(line):
-            region = next(remaining)
+            region, text = next(remaining)
+            broken = text
+            for old, new in faults:
+                broken = broken.replace(old, new)
+            if broken != text:
+                lines.append(broken)
+                continue
             statement = region.statement or f'raise NotImplementedError("{number} is yours to write")'
             lines += [*region.task, region.indent + statement]
     return "\n".join(lines) + "\n"
 
 
-def untouched(text: str, solution: str, number: str) -> bool:
+def untouched(text: str, solution: str, number: str, faults: Faults = ()) -> bool:
     """Whether `text` (a file or a notebook cell) still holds the stub's regions as they were handed out.
 
     Text without markers counts as touched: somebody wrote it.
@@ -90,5 +110,5 @@ def untouched(text: str, solution: str, number: str) -> bool:
         _, mine = split(text)
     except ValueError:
         return False
-    _, given = split(make_stub(solution, number))
+    _, given = split(make_stub(solution, number, faults))
     return bool(mine) and [r.lines for r in mine] == [r.lines for r in given]

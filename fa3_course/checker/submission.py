@@ -52,6 +52,10 @@ def _chain(error: BaseException) -> list[BaseException]:
     return links
 
 
+def _untouched(exercise: Exercise, text: str) -> bool:
+    return stubs.untouched(text, exercise.solution, exercise.number, exercise.faults)
+
+
 def lacking_here(exercise: Exercise) -> str:
     """What this machine lacks for the exercise, or ""."""
     missing = [module for module in exercise.modules if importlib.util.find_spec(module) is None]
@@ -93,9 +97,7 @@ def from_file(exercise: Exercise, path: Path | None = None) -> Submission:
     if lacking:
         raise Refused(f"{path.name} has no function {', '.join(lacking)}; keep the stub's names")
     functions = tuple(getattr(module, name) for name in exercise.functions)
-    return Submission(
-        functions, files, f"exercises/{path.name}", not stubs.untouched(text, exercise.solution, exercise.number)
-    )
+    return Submission(functions, files, f"{exercise.room}/{path.name}", not _untouched(exercise, text))
 
 
 def from_functions(exercise: Exercise, functions: tuple[Callable, ...]) -> Submission:
@@ -117,5 +119,5 @@ def from_functions(exercise: Exercise, functions: tuple[Callable, ...]) -> Submi
         files[code.co_filename] = "your cell" if "ipykernel" in code.co_filename else Path(code.co_filename).name
         linecache.checkcache(code.co_filename)
         text = "".join(linecache.getlines(code.co_filename))
-        started |= not stubs.untouched(text, exercise.solution, exercise.number)
+        started |= not _untouched(exercise, text)
     return Submission(functions, files, "this notebook", started)

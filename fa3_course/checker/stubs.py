@@ -11,7 +11,7 @@ The stub keeps every line outside the markers, the markers and the task, and rep
 raises NotImplementedError. Where raising is impossible (code that a compiler reads) the marker names another statement:
 `# region learner: pass`.
 
-In a bug lab the stub has the whole region, with a fault in it.
+In a bug lab the stub keeps the regions, with faults in them; only one that names a statement is left to be written.
 """
 
 import re
@@ -90,11 +90,10 @@ def make_stub(solution: str, number: str, faults: Faults = ()) -> str:
         lines.append(line)
         if _OPEN.match(line):
             region, text = next(remaining)
-            broken = text
-            for old, new in faults:
-                broken = broken.replace(old, new)
-            if broken != text:
-                lines.append(broken)
+            if faults and not region.statement:
+                for old, new in faults:
+                    text = text.replace(old, new)
+                lines.append(text)
                 continue
             statement = region.statement or f'raise NotImplementedError("{number} is yours to write")'
             lines += [*region.task, region.indent + statement]

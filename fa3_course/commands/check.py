@@ -77,7 +77,7 @@ def _report(changed: list[tuple[Exercise, Path | None]], verb: str, as_json: boo
         return
     for exercise, copy in changed:
         kept = f"  (yours: {copy.relative_to(exercise.folder)})" if copy else ""
-        print(f"{exercise.number} {verb}: exercises/{exercise.file}{kept}")
+        print(f"{exercise.number} {verb}: {exercise.room}/{exercise.file}{kept}")
     if not changed:
         print("Nothing to do: no exercise comes before that one.")
 

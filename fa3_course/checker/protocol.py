@@ -192,9 +192,7 @@ def product(p: Product, seed: int, load: Callable, multiply: Callable) -> Report
 
 def make_product(t: Trial, steps: int = 7, tiles: int = 1, stages: int = 2) -> Product:
     """Fresh operands."""
-    a, b = (
-        GlobalTensor.input(name, t.normal(64 * rows, 64 * steps), "f16") for name, rows in (("A", 1), ("B", tiles))
-    )
+    a, b = (GlobalTensor.input(name, t.normal(64 * rows, 64 * steps), "f16") for name, rows in (("A", 1), ("B", tiles)))
     return Product(a, b, GlobalTensor.output("C", (64, 64 * tiles), "f16"), stages)
 
 

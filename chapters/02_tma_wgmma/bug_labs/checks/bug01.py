@@ -12,7 +12,10 @@ EXERCISE = Exercise(
         "wait_group(0).",
     ),
     faults=(
-        ("        slot, phase = i % p.stages, i // p.stages % 2\n        await ring.empty[slot].wait(phase ^ 1)\n", "        slot = i % p.stages\n"),
+        (
+            "        slot, phase = i % p.stages, i // p.stages % 2\n        await ring.empty[slot].wait(phase ^ 1)\n",
+            "        slot = i % p.stages\n",
+        ),
         ("\n        ring.empty[slot].arrive(4)", ""),
     ),
 )

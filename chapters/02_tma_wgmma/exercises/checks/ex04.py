@@ -19,12 +19,12 @@ def draw(t, dims=None):
     """A contiguous tensor and a box that TMA takes, as keyword arguments."""
     dims = dims or int(t.rng.integers(1, 6))
     size = int(t.rng.choice([1, 2, 4, 8]))
-    shape = tuple(map(int, t.rng.integers(1, 300, dims - 1))) + (16 * int(t.rng.integers(1, 9)),)
+    shape = (*map(int, t.rng.integers(1, 300, dims - 1)), 16 * int(t.rng.integers(1, 9)))
     strides = tuple(int(np.prod(shape[i + 1 :])) for i in range(dims))
     swizzle = int(t.rng.choice([0, 32, 64, 128]))
     widest = (swizzle or 128) // 16
     row = 16 * int(t.rng.integers(1, widest + 1)) // size
-    box = tuple(map(int, t.rng.integers(1, 257, dims - 1))) + (row,)
+    box = (*map(int, t.rng.integers(1, 257, dims - 1)), row)
     return {
         "address": 16 * int(t.rng.integers(0, 2**30)),
         "shape": shape,
@@ -41,7 +41,7 @@ def compare(t, tma_refuses, case, want):
 
 
 def replaced(values, index, value):
-    return values[:index] + (value,) + values[index + 1 :]
+    return (*values[:index], value, *values[index + 1 :])
 
 
 @EXERCISE.holds("what TMA takes is not refused", 'return "" when every rule holds')
@@ -108,7 +108,14 @@ def _(t, tma_refuses):
 
 @EXERCISE.holds("several broken rules: the first of the table", "keep the table's order")
 def _(t, tma_refuses):
-    case = {"address": 8, "shape": (0, 64), "strides": (9, 2), "box": (300, 28), "element_bytes": 2, "swizzle_bytes": 32}
+    case = {
+        "address": 8,
+        "shape": (0, 64),
+        "strides": (9, 2),
+        "box": (300, 28),
+        "element_bytes": 2,
+        "swizzle_bytes": 32,
+    }
     mends = (  # one after the other; each uncovers the next broken rule
         ("address", {"address": 16 * int(t.rng.integers(1, 99))}),
         ("extent", {"shape": (int(t.rng.integers(1, 99)), 64)}),

@@ -25,7 +25,9 @@ def _(t, build):
     run(t, build, sq=128, sk=64)
 
 
-@EXERCISE.holds("many rounds: a slot is freed by both", "an empty barrier that counts one consumer lets the producer in too early")
+@EXERCISE.holds(
+    "many rounds: a slot is freed by both", "an empty barrier that counts one consumer lets the producer in too early"
+)
 def _(t, build):
     run(t, build, sq=128, sk=256, stages=2)
 
@@ -35,7 +37,9 @@ def _(t, build):
     run(t, build, sq=int(t.rng.integers(65, 200)), sk=int(t.rng.integers(100, 200)), heads=2, causal=True)
 
 
-@EXERCISE.holds("one and three consumers, one and four stages", "counts follow from the configuration, they are not literals")
+@EXERCISE.holds(
+    "one and three consumers, one and four stages", "counts follow from the configuration, they are not literals"
+)
 def _(t, build):
     run(t, build, consumers=1, sq=64, sk=96, stages=1)
     run(t, build, consumers=3, sq=192, sk=200, stages=4)
@@ -56,14 +60,18 @@ def _(t, build):
     for sm, c in seen:
         want = 128 * (c.producer_registers + c.consumer_warpgroups * c.consumer_registers)
         used = sm.register_pool.used()
-        t.expect(used == want, f"{sm.register_pool.words()}; the configuration's {want} of {REGISTER_FILE} were expected")
+        t.expect(
+            used == want, f"{sm.register_pool.words()}; the configuration's {want} of {REGISTER_FILE} were expected"
+        )
 
 
 @EXERCISE.holds("two consumers use each copied tile twice", "both must work at the same time, on the same K and V")
 def _(t, build):
     seed = int(t.rng.integers(10**6))
     sizes = {"sq": 128, "sk": 512, "tile_n": 64}
-    mine, ours = (protocol.attention(Trial(seed), b, consumers=2, **sizes).cycles for b in (protocol.role(build), rung05.build))
+    mine, ours = (
+        protocol.attention(Trial(seed), b, consumers=2, **sizes).cycles for b in (protocol.role(build), rung05.build)
+    )
     alone = protocol.attention(Trial(seed), rung04.build, consumers=1, **sizes).cycles  # two query tiles, one by one
     said = f"{mine:,.0f} cycles; the course's rung 5 takes {ours:,.0f}, its rung 4, one query tile after the other, {alone:,.0f}"
     t.expect(mine <= 1.04 * ours and mine < alone, said)

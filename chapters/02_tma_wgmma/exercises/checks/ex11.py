@@ -58,7 +58,9 @@ def _(t, epilogue):
     run(t, epilogue, rows=int(t.rng.integers(1, 64)), d=128)
 
 
-@EXERCISE.holds("rows without keys give 0 and -inf", "0 / 0 and 0 * -inf are NaN: replace the sum and the maximum first")
+@EXERCISE.holds(
+    "rows without keys give 0 and -inf", "0 / 0 and 0 * -inf are NaN: replace the sum and the maximum first"
+)
 def _(t, epilogue):
     run(t, epilogue, empty=0.5)
     run(t, epilogue, empty=1.0)

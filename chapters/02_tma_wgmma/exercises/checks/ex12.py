@@ -40,10 +40,14 @@ def compare(t, block_cycles, unit):
         case = draw(t)
         got, want = block_cycles(*case)[UNITS[unit]], measured(t, *case)[UNITS[unit]]
         what = "{} consumers, tile_n {}, d {}".format(*case)
-        t.expect(np.isclose(got, want, rtol=1e-6), f"{what}: {unit} {got:,.1f} cycles; the simulator counts {want:,.1f}")
+        t.expect(
+            np.isclose(got, want, rtol=1e-6), f"{what}: {unit} {got:,.1f} cycles; the simulator counts {want:,.1f}"
+        )
 
 
-@EXERCISE.holds("tensor cores, as the simulated SM counts them", "2 products, 2 operations per multiply-add, 4096 per cycle")
+@EXERCISE.holds(
+    "tensor cores, as the simulated SM counts them", "2 products, 2 operations per multiply-add, 4096 per cycle"
+)
 def _(t, block_cycles, ceiling):
     compare(t, block_cycles, "tensor core")
 
@@ -58,7 +62,9 @@ def _(t, block_cycles, ceiling):
     compare(t, block_cycles, "shared memory")
 
 
-@EXERCISE.holds("without overlap: 50, 67 and 80 % for head dims 64, 128 and 256", "products and exponentials take turns")
+@EXERCISE.holds(
+    "without overlap: 50, 67 and 80 % for head dims 64, 128 and 256", "products and exponentials take turns"
+)
 def _(t, block_cycles, ceiling):
     for d in (64, 128, 256):
         for consumers in (2, 3):
@@ -69,7 +75,11 @@ def _(t, block_cycles, ceiling):
 @EXERCISE.holds("with overlap the busiest unit decides", "tensor time over the largest of the three; never above 1")
 def _(t, block_cycles, ceiling):
     for _ in range(6):
-        consumers, tile_n, d = int(t.rng.integers(1, 4)), 16 * int(t.rng.integers(1, 17)), 64 * int(t.rng.integers(1, 5))
+        consumers, tile_n, d = (
+            int(t.rng.integers(1, 4)),
+            16 * int(t.rng.integers(1, 17)),
+            64 * int(t.rng.integers(1, 5)),
+        )
         rows = 64 * consumers
         tensor, mufu = rows * tile_n * d / 1024, rows * tile_n / HOPPER.mufu
         shared = 2 * d * (consumers * 64 + 2 * (consumers + 1) * tile_n) / HOPPER.smem_bandwidth

@@ -100,10 +100,14 @@ def _(t, pv):
 def _(t, pv):
     (report, traces), (ours, _) = compiled(pv, "float16", False), compiled(None, "float16", False)
     got, want = report.count("HGMMA"), ours.count("HGMMA")
-    t.expect(got == want, f"{got} HGMMA in the kernel, expected {want}; gemm calls per block: {traces[0].count('gemm')}")
+    t.expect(
+        got == want, f"{got} HGMMA in the kernel, expected {want}; gemm calls per block: {traces[0].count('gemm')}"
+    )
 
 
-@EXERCISE.holds("who waits for whom: wait, fence, products, commit, wait, release", "see hint 2; each call once per block")
+@EXERCISE.holds(
+    "who waits for whom: wait, fence, products, commit, wait, release", "see hint 2; each call once per block"
+)
 def _(t, pv):
     _, traces = compiled(pv, "float16", False)
     for trace in traces:
@@ -117,7 +121,9 @@ def _(t, pv):
         t.expect(not late, "scale_rows touches acc_O after the fence: the tensor cores may see old registers")
 
 
-@EXERCISE.holds("P is rounded to 16 bits, and O shrinks", "as many conversions (F2FP) and multiplications (FMUL) as in rung 4")
+@EXERCISE.holds(
+    "P is rounded to 16 bits, and O shrinks", "as many conversions (F2FP) and multiplications (FMUL) as in rung 4"
+)
 def _(t, pv):
     (report, _), (ours, _) = compiled(pv, "float16", False), compiled(None, "float16", False)
     for name, what in (("F2FP", "conversions"), ("FMUL", "multiplications")):
@@ -130,10 +136,14 @@ def _(t, pv):
     (report, _), (ours, _) = compiled(pv, "bfloat16", True), compiled(None, "bfloat16", True)
     t.expect(not report.problems(), "; ".join(report.problems()))
     for name in ("HGMMA", "F2FP"):
-        t.expect(count(report, name) == count(ours, name), f"{count(report, name)} {name}, rung 4 has {count(ours, name)}")
+        t.expect(
+            count(report, name) == count(ours, name), f"{count(report, name)} {name}, rung 4 has {count(ours, name)}"
+        )
 
 
-@EXERCISE.holds("on a Hopper: the numbers match the fp64 truth", "checked on the card only; elsewhere this property is empty")
+@EXERCISE.holds(
+    "on a Hopper: the numbers match the fp64 truth", "checked on the card only; elsewhere this property is empty"
+)
 def _(t, pv):
     if not rungs.has_hopper():
         return

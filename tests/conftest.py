@@ -1,5 +1,10 @@
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run in the interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def has_hopper() -> bool:

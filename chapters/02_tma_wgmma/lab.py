@@ -230,4 +230,4 @@ for row in stored:
 # ### What you have solved
 
 # %%
-progress("02")
+board = progress("02")

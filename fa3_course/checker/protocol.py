@@ -71,6 +71,16 @@ def expect_verdict(t: Trial, exercise: Exercise, predicted: Callable, run: Calla
 # --- attention ---------------------------------------------------------------------------------------------------------
 
 
+def half_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, softmax_scale: float, mask: np.ndarray | None = None
+) -> np.ndarray:
+    """What a plain computation gives whose P and result are rounded to fp16; arguments as in `truth.attention`."""
+    scores = softmax_scale * (q.astype(np.float32) @ k.astype(np.float32).T)
+    scores = scores if mask is None else np.where(mask, scores, -np.inf)
+    p = truth.softmax(scores).astype(np.float16).astype(np.float32)
+    return (p @ v.astype(np.float32)).astype(np.float16)
+
+
 def attention(
     t: Trial,
     build: Callable,
@@ -105,8 +115,7 @@ def attention(
         for h in range(heads):
             one = (q[b, :, h], k[b, :, h // (heads // kv_heads)], v[b, :, h // (heads // kv_heads)])
             out, lse = truth.attention(*one, scale, mask)
-            scores = np.where(mask, scale * (one[0] @ one[1].T), -np.inf)
-            plain = (truth.softmax(scores).astype(np.float16).astype(np.float32) @ one[2]).astype(np.float16)
+            plain = half_attention(*one, scale, mask)
             t.close(p.out.numpy()[b, :, h], out, f"out, {what}", same_precision=plain)
             t.close(p.lse.numpy()[b, h], lse, f"LSE, {what}", tolerance=1e-4)
     return report

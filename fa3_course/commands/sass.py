@@ -16,18 +16,24 @@ class NoMachineCode(RuntimeError):
     """The rung is not a kernel."""
 
 
+# shared memory that one program may use on an A100, in bytes (163 KB): what a Triton rung compiled for sm_80 must fit
+_SHARED_MEMORY_SM80 = 166_912
+
+
 def report_rung(
-    number: str, head_dim: int, causal: bool, dtype: str, dump: Path | None = None
+    number: str, head_dim: int, causal: bool, dtype: str, dump: Path | None = None, capability: int = 90
 ) -> list[sass.KernelReport]:
-    """Compiles the kernel of a rung for sm_90a and reports on it.
+    """Compiles the kernel of a rung and reports on it.
 
     Args:
         number: the rung ("2", "5", "lib").
         head_dim: 8..256, a multiple of 8. causal: bottom-right aligned mask. dtype: "fp16" or "bf16".
         dump: where the SASS goes as text, if anywhere.
+        capability: 90 for a Hopper; 80 compiles a Triton rung for an A100 instead, to compare.
 
     Raises:
-        KeyError: no such rung. NoMachineCode: the rung is no kernel. ToolMissing, ImportError: what is missing.
+        KeyError: no such rung. NoMachineCode: the rung is no kernel, or none for this capability. ToolMissing,
+        ImportError: what is missing.
     """
     import torch
 
@@ -35,8 +41,13 @@ def report_rung(
     element = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     if rung.needs == "numpy" or rung.number == "0":
         raise NoMachineCode(f"rung {rung.number} ({rung.name}) has no kernel of its own; kernels begin at rung 2")
+    if capability not in ((80, 90) if rung.needs == "triton" else (90,)):
+        raise NoMachineCode(
+            f"rung {rung.number} ({rung.name}) does not compile for sm_{capability}: Triton rungs for sm_80 and sm_90, "
+            "CuTe kernels for sm_90 only"
+        )
     if rung.needs == "triton":
-        cubin = _triton_cubin_apart(rung, head_dim, causal, dtype)
+        cubin = _triton_cubin_apart(rung, head_dim, causal, dtype, capability)
         reports = sass.cubin_report(cubin)
     else:
         if rung.number == "lib":
@@ -61,32 +72,37 @@ def report_rung(
     return reports
 
 
-def _triton_cubin_apart(rung: rungs.Rung, head_dim: int, causal: bool, dtype: str) -> bytes:
+def _triton_cubin_apart(rung: rungs.Rung, head_dim: int, causal: bool, dtype: str, capability: int) -> bytes:
     """Compiles in a process of its own: in this one Triton may be its interpreter already, and cannot be both."""
     code = (
         "import sys; from fa3_course.commands.sass import triton_cubin; "
-        "sys.stdout.buffer.write(triton_cubin(sys.argv[1], int(sys.argv[2]), sys.argv[3] == 'True', sys.argv[4]))"
+        "sys.stdout.buffer.write(triton_cubin(sys.argv[1], int(sys.argv[2]), sys.argv[3] == 'True', sys.argv[4], int(sys.argv[5])))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, rung.number, str(head_dim), str(causal), dtype],
+        [sys.executable, "-c", code, rung.number, str(head_dim), str(causal), dtype, str(capability)],
         capture_output=True,
         cwd=rungs.paths.checkout(),
         env={**os.environ, "TRITON_INTERPRET": "0"},
     )
     if done.returncode:
-        raise RuntimeError(f"rung {rung.number} does not compile for sm_90:\n{done.stderr.decode()[-2000:]}")
+        raise RuntimeError(f"rung {rung.number} does not compile for sm_{capability}:\n{done.stderr.decode()[-2000:]}")
     return done.stdout
 
 
-def triton_cubin(number: str, head_dim: int, causal: bool, dtype: str) -> bytes:
-    """The sm_90 cubin of a Triton rung's `forward_kernel`, for aligned tensors and lengths. No GPU is needed; TRITON_INTERPRET must be 0."""
+def triton_cubin(number: str, head_dim: int, causal: bool, dtype: str, capability: int = 90) -> bytes:
+    """The cubin of a Triton rung's `forward_kernel`, for aligned tensors and lengths; `capability` is 90 or 80.
+
+    No GPU is needed; TRITON_INTERPRET must be 0.
+    """
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     module = rungs.find(number).module()
-    options = module.launch_options(head_dim, head_dim, {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype], causal)
+    element = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    limit = {"shared_memory": _SHARED_MEMORY_SM80} if capability == 80 else {}
+    options = module.launch_options(head_dim, head_dim, element, causal, **limit)
     kernel = module.forward_kernel
     constants = {p.name: options[p.name] for p in kernel.params if p.is_constexpr}
     kinds = {
@@ -104,7 +120,7 @@ def triton_cubin(number: str, head_dim: int, causal: bool, dtype: str) -> bytes:
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     launch = {name: options[name] for name in ("num_warps", "num_stages")}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch).asm["cubin"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch).asm["cubin"]
 
 
 def sass_command(

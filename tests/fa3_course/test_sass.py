@@ -1,12 +1,14 @@
 """What `fa3_course.sass` says about kernels whose machine code is known to have, or not to have, something."""
 
 import json
+import math
 
 import pytest
 from typer.testing import CliRunner
 
 from fa3_course import rungs, sass
 from fa3_course.cli import app
+from fa3_course.commands.sass import NoMachineCode, report_rung
 
 cutlass = pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux only")
 import cutlass.cute as cute  # noqa: E402 (only after the check above)
@@ -123,3 +125,22 @@ def test_command_refuses(arguments, message):
     done = CliRunner().invoke(app, ["sass", *arguments])
     assert done.exit_code != 0
     assert message in " ".join((done.output + str(done.exception)).split())
+
+
+def test_one_triton_source_gives_each_card_its_own_product():
+    """Ampere: a warp's mma.sync (HMMA). Hopper: a warpgroup's WGMMA (HGMMA). The same multiply-adds in both."""
+    pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    found = {}
+    for capability in (80, 90):
+        (report,) = report_rung("2", head_dim=64, causal=False, dtype="bf16", capability=capability)
+        names = [name for name in report.opcodes if "MMA" in name]
+        assert all(name.startswith("HMMA." if capability == 80 else "HGMMA.") for name in names) and names
+        found[capability] = {name.split(".")[1]: report.opcodes[name] for name in names}
+    assert list(found[80]) == ["16816"]  # 16 x 8 x 16, by each of the 4 warps that form a warpgroup on Hopper
+    hopper = sum(math.prod(map(int, shape.split("x"))) * count for shape, count in found[90].items())
+    assert found[80]["16816"] * 16 * 8 * 16 * 4 == hopper
+
+
+def test_a_cute_kernel_is_for_hopper_only():
+    with pytest.raises(NoMachineCode, match="sm_80"):
+        report_rung("lib", head_dim=128, causal=False, dtype="bf16", capability=80)

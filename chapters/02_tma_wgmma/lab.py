@@ -69,8 +69,9 @@ plots.use_style()
 # %% [markdown]
 # ### Try it: your roles on a time line
 #
-# With 02.7 and 02.8 solved, this cell runs both on the same 64 queries and 1,024 keys of head dim 128, and draws the same
-# 10,000 cycles of each. Predict: which of the three gaps in the upper picture can a ring close, and which can it not?
+# With 02.7 and 02.8 solved, this cell runs both on 128 queries (two query tiles, one after the other) and 1,024 keys of head
+# dim 128, and draws the same 10,000 cycles of each. Predict: the tensor cores stand still for K, for V and for the softmax.
+# Which of these gaps can a ring close, and which can it not?
 
 # %%
 one_role, ring = answer("02.7"), answer("02.8")
@@ -172,7 +173,7 @@ if bound and build_two:
     looks = {"3": ("rung 3", plots.GREY, "s"), "4": ("rung 4", plots.SKY, "D"), "5": ("rung 5, yours", plots.BLUE, "o")}
     points = {name: (bars[number], colour, marker) for number, (name, colour, marker) in looks.items()}
     plots.levels(ax, [f"d {d}" for d in dims], ceilings, points)
-    ax.set(ylabel="tensor cores busy", ylim=(0, 1.05), title="Ceilings, and rungs on the simulated SM")
+    ax.set(ylabel="tensor cores busy", ylim=(0, 1.4), title="Ceilings, and rungs on the simulated SM")
     plt.show()
 else:
     print("Solve 02.10 and 02.12 first.")

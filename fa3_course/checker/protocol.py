@@ -6,7 +6,7 @@ Two kernels are known: attention, as `fa3_course.simulated` sets it up, and a pi
 import inspect
 import linecache
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,10 +126,10 @@ def attention(
 
 @dataclass(frozen=True)
 class Product:
-    """C = A B^T in tiles of 64 x 64, both operands streamed through a ring, k in steps of 64.
+    """C = A B^T, both operands streamed through a ring, k in steps of 64.
 
     Args:
-        a: (64, k) fp16. b: (n, k) fp16, n a multiple of 64: one CTA makes all column tiles. c: (64, n) fp16.
+        a, b: (64, k) fp16. c: (64, 64) fp16.
         stages: slots of the ring.
     """
 
@@ -140,13 +140,8 @@ class Product:
 
     @property
     def steps(self) -> int:
-        """k-steps of one output tile."""
+        """k-steps."""
         return self.a.shape[1] // 64
-
-    @property
-    def tiles(self) -> int:
-        """Output tiles."""
-        return self.b.shape[0] // 64
 
     def fresh(self) -> "Product":
         """The same operands, and an output that nobody has written yet."""
@@ -161,24 +156,24 @@ class Ring:
     b: SharedTile
     staged: SharedTile  # (64, 64): C on its way out
     full: list[Mbarrier]  # 1 arrival and the bytes of both tiles
-    empty: list[Mbarrier] = field(default_factory=list)  # one arrival per warp of the multiplying warpgroup
+    empty: list[Mbarrier]  # one arrival per warp of the multiplying warpgroup
 
     @property
     def slot_bytes(self) -> int:
         return self.a[0].nbytes + self.b[0].nbytes
 
 
-def load_step(warp: Role, p: Product, ring: Ring, tile: int, step: int, slot: int) -> None:
+def load_step(warp: Role, p: Product, ring: Ring, step: int, slot: int) -> None:
     """Starts both copies of a k-step into a slot. Announces nothing."""
     warp.tma_load(ring.a[slot], p.a, (0, 64 * step), (64, 64), ring.full[slot])
-    warp.tma_load(ring.b[slot], p.b, (64 * tile, 64 * step), (64, 64), ring.full[slot])
+    warp.tma_load(ring.b[slot], p.b, (0, 64 * step), (64, 64), ring.full[slot])
 
 
-async def store_tile(wg: Role, p: Product, ring: Ring, tile: int, acc) -> None:
-    """Writes an output tile: registers, shared memory, TMA store."""
+async def store_tile(wg: Role, p: Product, ring: Ring, acc) -> None:
+    """Writes C: registers, shared memory, TMA store."""
     await wg.store_shared(ring.staged, acc.read())
     wg.fence_async_proxy()
-    wg.tma_store(ring.staged, p.c, (0, 64 * tile), (64, 64))
+    wg.tma_store(ring.staged, p.c, (0, 0), (64, 64))
     wg.commit_store()
     await wg.wait_store(0)
 
@@ -199,16 +194,16 @@ def product(p: Product, seed: int, load: Callable, multiply: Callable) -> Report
     return launch(build, [()], outputs=(p.c,), seed=seed)
 
 
-def make_product(t: Trial, steps: int = 7, tiles: int = 1, stages: int = 2) -> Product:
+def make_product(t: Trial, steps: int = 7, stages: int = 2) -> Product:
     """Fresh operands."""
-    a, b = (GlobalTensor.input(name, t.normal(64 * rows, 64 * steps), "f16") for name, rows in (("A", 1), ("B", tiles)))
-    return Product(a, b, GlobalTensor.output("C", (64, 64 * tiles), "f16"), stages)
+    a, b = (GlobalTensor.input(name, t.normal(64, 64 * steps), "f16") for name in "AB")
+    return Product(a, b, GlobalTensor.output("C", (64, 64), "f16"), stages)
 
 
 def check_product(t: Trial, load: Callable, multiply: Callable, **sizes: int) -> Report:
     """Runs the roles on fresh operands under a fresh seed; refuses a verdict or wrong numbers."""
     p = make_product(t, **sizes)
-    what = f"{p.steps} steps, {p.stages} stages, {p.tiles} output tiles"
+    what = f"{p.steps} steps, {p.stages} slots"
     seed = int(t.rng.integers(10**6))
     report = clean(lambda: product(p, seed, load, multiply), what)
     a, b = p.a.numpy(), p.b.numpy()

@@ -165,7 +165,7 @@ WRONG = {
         "never flips": ("(use + 1) % 2, use % 2", "1, 0", "one slot"),
         "parity of the open phase": ("(completed - 1) % 2 == bit", "completed % 2 == bit", "parity"),
         "starts anew after 64 loads": ("slot, use = i % stages, i // stages", "slot, use = i % stages, i % 63 // stages", "hundreds"),
-        "one load less": ("return i + stages", "return i + stages - 1", "how far"),
+        "one load less": ("return freed + stages", "return freed + stages - 1", "how far"),
     },
     "02.6": {
         "contiguous is MN": ('"K" if c == contraction else "MN"', '"MN" if c == contraction else "K"', "Q K^T"),

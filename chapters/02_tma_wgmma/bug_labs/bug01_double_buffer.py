@@ -2,9 +2,9 @@
 
 *Difficulty 2 of 3, 12 minutes, needs a laptop*
 
-The double buffer of many articles: two slots in turn, "while we multiply from one, TMA fills the other". C = A B^T in k-steps
-of 64; the producer announces the bytes, the consumer waits for them. On a card this kernel passes its first tests, and
-every test with at most two k-steps.
+The double buffer of many articles: two slots in turn, "while we multiply from one, TMA fills the other". C = A B^T in
+k-steps of 64; the producer announces the bytes, the consumer waits for them. With at most two k-steps it is right, and
+with more it looks right as long as nobody is late.
 
 1. **Predict** the verdict of the simulated SM and write it into `verdict`. Candidates: "read before full", "overwrite
    before free", "deadlock", "wrong phase", "too many arrivals", "race".
@@ -17,9 +17,9 @@ from hopper_sim import Role
 
 
 def verdict() -> str:
-    """What the simulated SM says about the roles below, as they were handed out: the name of a verdict."""
+    """The verdict of the simulated SM on the roles below, as they were handed out."""
     # region learner: return "?"
-    # Read the roles and predict, before you check. The names are in the task, or: [str(kind) for kind in hopper_sim.Kind].
+    # Read the roles and predict, before you check. The task has candidates.
     return "?"
     # endregion
 
@@ -31,7 +31,7 @@ async def load(warp: Role, p: Product, ring: Ring) -> None:
     for i in range(p.steps):
         slot = i % p.stages
         ring.full[slot].arrive_expect_tx(ring.slot_bytes)
-        load_step(warp, p, ring, tile=0, step=i, slot=slot)
+        load_step(warp, p, ring, step=i, slot=slot)
     # endregion
 
 
@@ -49,4 +49,4 @@ async def multiply(wg: Role, p: Product, ring: Ring) -> None:
         wg.commit()
         await wg.wait_group(0)
     # endregion
-    await store_tile(wg, p, ring, 0, acc)
+    await store_tile(wg, p, ring, acc)

@@ -17,19 +17,20 @@ from hopper_sim import Role
 
 
 def verdict() -> str:
-    """What the simulated SM says about the roles below, as they were handed out: the name of a verdict."""
+    """The verdict of the simulated SM on the roles below, as they were handed out."""
     # region learner: return "?"
-    # Read the roles and predict, before you check. The names are in the task, or: [str(kind) for kind in hopper_sim.Kind].
+    # Read the roles and predict, before you check. The task has candidates.
     return "?"
     # endregion
 
 
 async def producer(warp: Role, p: parts.Problem, t: parts.Tiles, tile: tuple[int, int, int]) -> None:
-    """One warp: starts the copies of Q, then of the key blocks that the tile's rows see, the last block first."""
+    """One warp: starts the copies of Q, then of the key blocks that the tile's rows see."""
     c, m = p.config, tile[0]
     parts.load_q(warp, p, t, tile)
     # region learner
-    # How many key blocks does query tile m read? All of them without a mask. With it, row (m + 1) * tile_m - 1 sees most.
+    # How many key blocks does query tile m read? All of them without a mask. With it, row (m + 1) *
+    # tile_m - 1 sees most.
     blocks = -(-p.seqlens[1] // c.tile_n)
     if c.causal:
         blocks = min(blocks, -(-(m + 1) * c.tile_m // c.tile_n))

@@ -16,7 +16,8 @@ def majors(product: str, contiguous: tuple[str, str]) -> tuple[str, str]:
     """ "K", "MN" or "" (registers) for A and for B.
 
     Args:
-        product: "ab,cd->ef" with one letter per dimension; the letter that is missing in the result is the contraction.
+        product: "ab,cd->ef" with one letter per dimension; the letter that is missing in the result
+            is the contraction.
         contiguous: for A and for B the letter of the contiguous dimension, "" for registers.
     """
     # region learner
@@ -26,7 +27,7 @@ def majors(product: str, contiguous: tuple[str, str]) -> tuple[str, str]:
 
 
 def to_transpose(product: str, contiguous: tuple[str, str], element_bytes: int) -> str:
-    """The operands that WGMMA cannot read as they lie: "", "A", "B" or "AB". B must not be in registers.
+    """The operands that WGMMA cannot read as they lie: "", "A", "B" or "AB".
 
     Raises:
         ValueError: B is in registers.

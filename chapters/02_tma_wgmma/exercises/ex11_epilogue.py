@@ -37,8 +37,9 @@ async def epilogue(
         first_row: of the 64 rows.
     """
     # region learner
-    # Numbers: 1 / row_sum and the LSE, both with care for empty rows. `await wg.store_global(lse, (first_row,), values)`.
-    # O: `await wg.store_shared(staged, values)`, fence_async_proxy, `wg.tma_store(staged, out, (first_row, 0), staged.shape)`,
-    # commit_store, `await wg.wait_store(0)`.
+    # Numbers: 1 / row_sum and the LSE, both with care for empty rows. `await wg.store_global(lse,
+    # (first_row,), values)`. O: `await wg.store_shared(staged, values)`, fence_async_proxy,
+    # `wg.tma_store(staged, out, (first_row, 0), staged.shape)`, commit_store, `await
+    # wg.wait_store(0)`.
     raise NotImplementedError("02.11 is yours to write")
     # endregion

@@ -31,10 +31,12 @@ def pv(self, mma_pv, acc_S, tOrP, tOrV, acc_O, shrink, pipe_V, state):
     Args:
         self: rung 4's kernel; `self.dtype` is the type of P and V.
         acc_S: P in fp32, as softmax left it; register i of acc_S belongs into register i of tOrP.
-        acc_O: the accumulator. shrink: per row, the factor by which it must shrink first: softmax.scale_rows(acc_O, shrink).
+        acc_O: the accumulator. shrink: per row, the factor by which it must shrink first:
+            softmax.scale_rows(acc_O, shrink).
     """
     # region learner: pass
-    # P to 16 bits: tOrP[i] = acc_S[i].to(self.dtype) for all i in cutlass.range_constexpr(cute.size(tOrP)). Shrink O.
-    # Then: wait for V, fence, products, commit, wait, release.
+    # P to 16 bits: tOrP[i] = acc_S[i].to(self.dtype) for all i in
+    # cutlass.range_constexpr(cute.size(tOrP)). Shrink O. Then: wait for V, fence, products, commit,
+    # wait, release.
     pass
     # endregion

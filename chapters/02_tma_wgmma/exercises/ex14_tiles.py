@@ -19,6 +19,7 @@ def choose(head_dim: int) -> tuple[int, int]:
         head_dim: 64, 128 or 256.
     """
     # region learner
-    # Two stages let a copy run under the work on the other slot. tile_n: as wide as registers and shared memory allow.
+    # Two stages let a copy run under the work on the other slot. tile_n: as wide as registers and
+    # shared memory allow.
     raise NotImplementedError("02.14 is yours to write")
     # endregion

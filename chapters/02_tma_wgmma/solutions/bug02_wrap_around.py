@@ -16,9 +16,9 @@ from hopper_sim import Role
 
 
 def verdict() -> str:
-    """What the simulated SM says about the roles below, as they were handed out: the name of a verdict."""
+    """The verdict of the simulated SM on the roles below, as they were handed out."""
     # region learner: return "?"
-    # Read the roles and predict, before you check. The names are in the task, or: [str(kind) for kind in hopper_sim.Kind].
+    # Read the roles and predict, before you check. The task has candidates.
     return "wrong phase"
     # endregion
 
@@ -31,7 +31,7 @@ async def load(warp: Role, p: Product, ring: Ring) -> None:
     for i in range(p.steps):
         await ring.empty[slot].wait(phase)
         ring.full[slot].arrive_expect_tx(ring.slot_bytes)
-        load_step(warp, p, ring, tile=0, step=i, slot=slot)
+        load_step(warp, p, ring, step=i, slot=slot)
         slot += 1
         if slot == p.stages:
             slot, phase = 0, phase ^ 1
@@ -55,4 +55,4 @@ async def multiply(wg: Role, p: Product, ring: Ring) -> None:
         slot = (slot + 1) % p.stages
         phase ^= slot == 0
     # endregion
-    await store_tile(wg, p, ring, 0, acc)
+    await store_tile(wg, p, ring, acc)

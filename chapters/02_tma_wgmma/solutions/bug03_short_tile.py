@@ -16,9 +16,9 @@ from hopper_sim import Role
 
 
 def verdict() -> str:
-    """What the simulated SM says about the roles below, as they were handed out: the name of a verdict."""
+    """The verdict of the simulated SM on the roles below, as they were handed out."""
     # region learner: return "?"
-    # Read the roles and predict, before you check. The names are in the task, or: [str(kind) for kind in hopper_sim.Kind].
+    # Read the roles and predict, before you check. The task has candidates.
     return "wrong transaction bytes"
     # endregion
 

@@ -2,8 +2,9 @@
 
 *Difficulty 2 of 3, 10 minutes, needs a laptop*
 
-Two consumers stage their 64 rows of O side by side, meet at a named barrier, and the first one stores all 128 rows with one
-TMA copy. It even thinks of the proxy fence. Now and then some of the other one's rows come out as they were before.
+Two consumers stage their 64 rows of O side by side, meet at a named barrier, and the first one stores all 128 rows with
+one TMA copy. It even thinks of the proxy fence. And still, on a card, rows of the other one may come out as the memory
+was before.
 
 1. **Predict** the verdict and write it into `verdict`. Candidates: "race", "missing proxy fence", "unbalanced named
    barrier", "element never written", "role returned early", "accumulator touched in flight".
@@ -18,9 +19,9 @@ from hopper_sim.barriers import NamedBarrier
 
 
 def verdict() -> str:
-    """What the simulated SM says about the role below, as it was handed out: the name of a verdict."""
+    """The verdict of the simulated SM on the role below, as it was handed out."""
     # region learner: return "?"
-    # Read the role and predict, before you check. The names are in the task, or: [str(kind) for kind in hopper_sim.Kind].
+    # Read the role and predict, before you check. The task has candidates.
     return "missing proxy fence"
     # endregion
 
@@ -37,7 +38,8 @@ async def epilogue(
     """Consumer `me` (0 or 1) of two: normalises its rows; consumer 0 stores all of them.
 
     Args:
-        acc_O: (64, d) f32. row_sum: (64,). staged: (2, 64, d) f16. out: (rows, d) f16, at most 128 rows.
+        acc_O: (64, d) f32. row_sum: (64,). staged: (2, 64, d) f16. out: (rows, d) f16, at most 128
+            rows.
         both: a named barrier of 256 threads.
     """
     rows = staged.shape[0] * staged.shape[1]

@@ -2,8 +2,8 @@
 
 *Difficulty 3 of 3, 15 minutes, needs a laptop*
 
-The product again, and an idea that is good: keep one WGMMA group in flight, so that the tensor cores always have the next one.
-`wait_group(1)` leaves the latest group running. Numbers were right in every test on the card, except on one machine.
+The product again, and an idea that is good: keep one WGMMA group in flight, so that the tensor cores always have the
+next one. `wait_group(1)` leaves the latest group running. On a card, such a kernel can be right in test after test.
 
 1. **Predict** the verdict and write it into `verdict`. Candidates: "read before full", "overwrite before free",
    "operand touched in flight", "accumulator touched in flight", "wgmma never committed", "deadlock".
@@ -17,9 +17,9 @@ from hopper_sim import Role
 
 
 def verdict() -> str:
-    """What the simulated SM says about the roles below, as they were handed out: the name of a verdict."""
+    """The verdict of the simulated SM on the roles below, as they were handed out."""
     # region learner: return "?"
-    # Read the roles and predict, before you check. The names are in the task, or: [str(kind) for kind in hopper_sim.Kind].
+    # Read the roles and predict, before you check. The task has candidates.
     return "overwrite before free"
     # endregion
 
@@ -30,7 +30,7 @@ async def load(warp: Role, p: Product, ring: Ring) -> None:
         slot, phase = i % p.stages, i // p.stages % 2
         await ring.empty[slot].wait(phase ^ 1)
         ring.full[slot].arrive_expect_tx(ring.slot_bytes)
-        load_step(warp, p, ring, tile=0, step=i, slot=slot)
+        load_step(warp, p, ring, step=i, slot=slot)
 
 
 async def multiply(wg: Role, p: Product, ring: Ring) -> None:
@@ -51,4 +51,4 @@ async def multiply(wg: Role, p: Product, ring: Ring) -> None:
     await wg.wait_group(0)
     ring.empty[(p.steps - 1) % p.stages].arrive(4)
     # endregion
-    await store_tile(wg, p, ring, 0, acc)
+    await store_tile(wg, p, ring, acc)

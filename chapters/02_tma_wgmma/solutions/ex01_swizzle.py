@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 
 def address(row: int, column: int, element_bytes: int) -> int:
-    """The byte at which an element of a swizzled tile begins, counted from the tile's (1024-byte aligned) start.
+    """The byte at which an element of a swizzled tile begins.
 
     Args:
-        row, column: of the element; rows are 128 bytes long.
+        row, column: of the element; rows are 128 bytes long, and the tile begins at byte 0.
         element_bytes: 1, 2 or 4.
     """
     # region learner
@@ -27,13 +27,14 @@ def address(row: int, column: int, element_bytes: int) -> int:
 
 
 def turns(addresses: Sequence[int]) -> int:
-    """How many turns 16-byte accesses at these addresses need: each bank serves one 4-byte word per turn.
+    """Turns that 16-byte accesses at these addresses need: a bank serves one 4-byte word per turn.
 
     Args:
         addresses: multiples of 16; accesses to the same word are served together.
     """
     # region learner
-    # The words that are touched; how many of them share the fullest bank? Word w lies in bank w % 32.
+    # The words that are touched; how many of them share the fullest bank? Word w lies in bank w %
+    # 32.
     words = {a // 4 + i for a in addresses for i in range(4)}
     banks = [w % 32 for w in words]
     return max(banks.count(bank) for bank in set(banks)) if banks else 0

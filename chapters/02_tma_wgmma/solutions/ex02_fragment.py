@@ -17,7 +17,8 @@ Write the map in both directions, and then the consequence for softmax: who must
 def owner(row: int, column: int) -> tuple[int, int]:
     """Thread (0..127) and register (0..N/2 - 1) that hold an element."""
     # region learner
-    # thread: warp, quad of the row, pair of the column. register: column group, upper or lower row, which of the pair.
+    # thread: warp, quad of the row, pair of the column. register: column group, upper or lower row,
+    # which of the pair.
     thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
     register = column // 8 * 4 + row % 16 // 8 * 2 + column % 2
     return thread, register
@@ -35,7 +36,7 @@ def element(thread: int, register: int) -> tuple[int, int]:
 
 
 def partners(thread: int) -> set[int]:
-    """The other threads that hold elements of this thread's rows: with them it exchanges maxima and sums."""
+    """The other threads with elements of this thread's rows: it exchanges maxima with them."""
     # region learner
     # The rest of the quad.
     first = thread // 4 * 4

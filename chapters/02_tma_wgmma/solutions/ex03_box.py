@@ -17,14 +17,16 @@ def tma_load(tensor: np.ndarray, at: tuple[int, ...], box: tuple[int, ...]) -> t
 
     Args:
         tensor: 1 to 5 dimensions, any dtype.
-        at: coordinate of the box's first element in each dimension; may be negative or past the end.
+        at: coordinate of the box's first element in each dimension; may be negative or past the
+            end.
         box: its extent in each dimension.
 
     Returns:
         a new array of shape `box` in the tensor's dtype, and the bytes that count on the barrier.
     """
     # region learner
-    # An array of zeros; per dimension, which coordinates at .. at + box - 1 exist? Where in the box do they go?
+    # An array of zeros; per dimension, which coordinates at .. at + box - 1 exist? Where in the box
+    # do they go?
     tile = np.zeros(box, tensor.dtype)
     low = [max(a, 0) for a in at]
     high = [max(min(a + b, n), l) for a, b, n, l in zip(at, box, tensor.shape, low, strict=True)]

@@ -21,23 +21,23 @@ def passes(bit: int, completed: int) -> bool:
 
 
 def ring(i: int, stages: int) -> tuple[int, int, int]:
-    """Slot of load i, the bit with which the producer waits on empty[slot], and that of the consumer on full[slot].
+    """Slot of load i, the producer's bit for empty[slot], the consumer's bit for full[slot].
 
     Args:
         i: load number, counted over the whole life of the ring.
         stages: number of slots.
     """
     # region learner
-    # How often has this slot been used before? The consumer waits for the phase of this use, the producer for the one
-    # in which the use before was freed.
+    # How often has this slot been used before? The consumer waits for the phase of this use, the
+    # producer for the one in which the use before was freed.
     slot, use = i % stages, i // stages
     return slot, (use + 1) % 2, use % 2
     # endregion
 
 
-def announced_by(i: int, stages: int) -> int:
-    """How many loads may have been started when the consumer has freed the loads 0 .. i - 1 and no more."""
+def started_at_most(freed: int, stages: int) -> int:
+    """How many loads may have been started when the consumer has freed the first `freed` loads."""
     # region learner
     # How far ahead can a producer be?
-    return i + stages
+    return freed + stages
     # endregion

@@ -24,7 +24,8 @@ async def warpgroup(wg: Role, p: parts.Problem, t: parts.Tiles, tile: tuple[int,
     """The only role: 64 query rows.
 
     Args:
-        p: tensors and configuration. t: shared memory and barriers. tile: (m, head, batch) of the query tile.
+        p: tensors and configuration. t: shared memory and barriers. tile: (m, head, batch) of the
+            query tile.
     """
     c, m = p.config, tile[0]
     acc_S = wg.registers("S", (WGMMA_M, c.tile_n))
@@ -37,8 +38,9 @@ async def warpgroup(wg: Role, p: parts.Problem, t: parts.Tiles, tile: tuple[int,
     await t.q_full[0].wait(0)
     for i, n in enumerate(p.blocks(m)):
         # region learner
-        # K: load, wait. S = Q K^T: fence, wgmma(..., accumulate=False), commit, wait_group(0). Softmax, tOrP.write(...).
-        # V: load, wait. O += P V: fence, wgmma, commit, wait_group(0). Which phase does load i complete?
+        # K: load, wait. S = Q K^T: fence, wgmma(..., accumulate=False), commit, wait_group(0).
+        # Softmax, tOrP.write(...). V: load, wait. O += P V: fence, wgmma, commit, wait_group(0).
+        # Which phase does load i complete?
         parts.load_k(wg, p, t, tile, n, slot=0)
         await t.k_full[0].wait(i % 2)
         wg.wgmma_fence()

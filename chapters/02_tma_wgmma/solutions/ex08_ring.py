@@ -24,7 +24,8 @@ async def producer(warp: Role, p: parts.Problem, t: parts.Tiles, tile: tuple[int
     parts.load_q(warp, p, t, tile)
     for i, n in enumerate(p.blocks(tile[0])):
         # region learner
-        # Slot and phase; wait until the K slot is empty, parts.load_k(warp, p, t, tile, n, slot); the same for V.
+        # Slot and phase; wait until the K slot is empty, parts.load_k(warp, p, t, tile, n, slot);
+        # the same for V.
         slot, phase = i % p.config.stages, i // p.config.stages % 2
         await t.k_empty[slot].wait(phase ^ 1)
         parts.load_k(warp, p, t, tile, n, slot)
@@ -45,7 +46,8 @@ async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tu
     await t.q_full[0].wait(0)
     for i, n in enumerate(p.blocks(m)):
         # region learner
-        # As in 02.7, but the copies are the producer's: wait for a slot, multiply from it, free it. Q lies in t.q[me].
+        # As in 02.7, but the copies are the producer's: wait for a slot, multiply from it, free it.
+        # Q lies in t.q[me].
         slot, phase = i % c.stages, i // c.stages % 2
         await t.k_full[slot].wait(phase)
         wg.wgmma_fence()

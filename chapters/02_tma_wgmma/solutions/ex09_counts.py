@@ -56,7 +56,7 @@ def accumulators(tile_n: int, head_dim: int, element_bytes: int) -> int:
 
 
 def widest_tile(consumers: int, producer_registers: int, head_dim: int, element_bytes: int) -> int:
-    """The largest tile_n, a multiple of 16 up to 256, that leaves 24 registers beside S, P and O; 0 when none does."""
+    """The largest tile_n, a multiple of 16 up to 256, that leaves 24 registers; 0 when none does."""
     # region learner
     # Put the functions above together.
     limit = consumer_registers(consumers, producer_registers) - 24

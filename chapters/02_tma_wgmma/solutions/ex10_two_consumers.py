@@ -36,7 +36,8 @@ def build(sm: SM, p: parts.Problem, tile: tuple[int, int, int]) -> None:
     """Declares one CTA.
 
     Args:
-        sm: `sm.mbarriers(name, count, arrivals)` makes a ring of barriers, `sm.role(name, body, *args, threads=)` a role.
+        sm: `sm.mbarriers(name, count, arrivals)` makes a ring of barriers, `sm.role(name, body,
+            *args, threads=)` a role.
         p: tensors and configuration. tile: (m, head, batch) of the query tile.
     """
     c = p.config
@@ -46,9 +47,10 @@ def build(sm: SM, p: parts.Problem, tile: tuple[int, int, int]) -> None:
         "v": sm.shared("V", (c.stages, c.tile_n, c.head_dim_v), p.v.dtype),
     }
     # region learner
-    # t = parts.Tiles(**shared, q_full=..., k_full=..., k_empty=..., v_full=..., v_empty=...), each a ring of barriers
-    # (q_full has one). Who arrives on each, how often? Then the roles: a producer of one warp (threads=32), and the
-    # consumers, which are told which one they are (me = 0, 1).
+    # t = parts.Tiles(**shared, q_full=..., k_full=..., k_empty=..., v_full=..., v_empty=...), each
+    # a ring of barriers (q_full has one). Who arrives on each, how often? Then the roles: a
+    # producer of one warp (threads=32), and the consumers, which are told which one they are (me =
+    # 0, 1).
     t = parts.Tiles(
         **shared,
         q_full=sm.mbarriers("Q full", 1, arrivals=1),

@@ -37,9 +37,10 @@ async def epilogue(
         first_row: of the 64 rows.
     """
     # region learner
-    # Numbers: 1 / row_sum and the LSE, both with care for empty rows. `await wg.store_global(lse, (first_row,), values)`.
-    # O: `await wg.store_shared(staged, values)`, fence_async_proxy, `wg.tma_store(staged, out, (first_row, 0), staged.shape)`,
-    # commit_store, `await wg.wait_store(0)`.
+    # Numbers: 1 / row_sum and the LSE, both with care for empty rows. `await wg.store_global(lse,
+    # (first_row,), values)`. O: `await wg.store_shared(staged, values)`, fence_async_proxy,
+    # `wg.tma_store(staged, out, (first_row, 0), staged.shape)`, commit_store, `await
+    # wg.wait_store(0)`.
     empty = row_sum == 0
     total = np.where(empty, np.float32(1), row_sum)
     log2_sum = np.where(empty, 0, row_max) * scale_log2 + np.log2(total)

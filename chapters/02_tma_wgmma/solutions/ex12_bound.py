@@ -18,8 +18,8 @@ Then the ceiling: the fraction of the tensor cores' peak that this leaves. Check
 def block_cycles(consumers: int, tile_n: int, head_dim: int) -> tuple[float, float, float]:
     """Cycles that the tensor cores, MUFU and shared memory work for one key block."""
     # region learner
-    # tensor cores: two products of rows x tile_n x d. MUFU: one exponential per score. Shared memory: S = Q K^T reads
-    # Q and K, O += P V reads V, per warpgroup; TMA writes K and V, once.
+    # tensor cores: two products of rows x tile_n x d. MUFU: one exponential per score. Shared
+    # memory: S = Q K^T reads Q and K, O += P V reads V, per warpgroup; TMA writes K and V, once.
     rows = 64 * consumers
     tensor = 2 * 2 * rows * tile_n * head_dim / 4096
     mufu = rows * tile_n / 16
@@ -33,8 +33,8 @@ def ceiling(consumers: int, tile_n: int, head_dim: int, overlap: bool) -> float:
     """The largest fraction of the tensor cores' peak.
 
     Args:
-        overlap: whether products and exponentials run at the same time; if not, they take turns. Shared memory always
-            works beside them.
+        overlap: whether products and exponentials run at the same time; if not, they take turns.
+            Shared memory always works beside them.
     """
     # region learner
     # The tensor cores' time over the time of a step.

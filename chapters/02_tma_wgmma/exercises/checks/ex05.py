@@ -3,12 +3,12 @@ from fa3_course.checker import Exercise
 EXERCISE = Exercise(
     "02.5",
     "ex05_ring.py",
-    functions={"passes": 1, "ring": 3, "announced_by": 1},
+    functions={"passes": 1, "ring": 3, "started_at_most": 1},
     hints=(
         "Play it on paper with 2 slots: loads 0, 1, 2, 3, 4 use slots 0, 1, 0, 1, 0; a slot's use is i // stages.",
         "Use u of a slot completes phase u of full: the consumer's bit is u % 2. The producer waits until use u - 1 has been "
         "freed, which completes phase u - 1 of empty: its bit is (u - 1) % 2, and that is 1 for u = 0.",
-        "`passes`: bit == (completed - 1) % 2. `announced_by`: the ring holds `stages` loads that nobody has freed.",
+        "`passes`: bit == (completed - 1) % 2. `started_at_most`: the ring holds `stages` loads that nobody has freed.",
     ),
 )
 
@@ -44,7 +44,7 @@ def play(t, ring, stages, loads, first=0):
 
 
 @EXERCISE.holds("a wait passes on the parity of the latest completed phase", "and on a fresh barrier on 1")
-def _(t, passes, ring, announced_by):
+def _(t, passes, ring, started_at_most):
     for completed in (0, 1, 2, 3, *map(int, t.rng.integers(4, 10**6, 6))):
         barrier = Barrier()
         barrier.open = completed
@@ -57,33 +57,33 @@ def _(t, passes, ring, announced_by):
 
 
 @EXERCISE.holds("the first round: the producer passes at once, the consumer waits", "empty: bit 1; full: bit 0")
-def _(t, passes, ring, announced_by):
+def _(t, passes, ring, started_at_most):
     stages = int(t.rng.integers(1, 9))
     play(t, ring, stages, stages)
 
 
 @EXERCISE.holds("one slot: the bits flip at every load", "each load is a new use of slot 0")
-def _(t, passes, ring, announced_by):
+def _(t, passes, ring, started_at_most):
     play(t, ring, 1, 9)
 
 
 @EXERCISE.holds("several slots: the bits flip once per round", "i // stages, not i, is the use of a slot")
-def _(t, passes, ring, announced_by):
+def _(t, passes, ring, started_at_most):
     for stages in (2, 3, 4, 7):
         play(t, ring, stages, 6 * stages + 1)
 
 
 @EXERCISE.holds("the ring goes on after hundreds of loads", "count loads over the whole life of the ring, never anew")
-def _(t, passes, ring, announced_by):
+def _(t, passes, ring, started_at_most):
     play(t, ring, int(t.rng.integers(2, 7)), int(t.rng.integers(300, 600)))
 
 
 @EXERCISE.holds("how far the producer can be ahead", "a slot is used again only after it has been freed")
-def _(t, passes, ring, announced_by):
+def _(t, passes, ring, started_at_most):
     for _ in range(10):
         freed, stages = int(t.rng.integers(0, 500)), int(t.rng.integers(1, 9))
         started = 0
         while started < stages or started - stages < freed:  # the use before of its slot was load started - stages
             started += 1
-        got = announced_by(freed, stages)
+        got = started_at_most(freed, stages)
         t.expect(got == started, f"{freed} loads freed, {stages} slots: {got} loads started, expected {started}")

@@ -21,6 +21,8 @@
 # Everything runs on a laptop but 02.14, which needs a Hopper; 02.13 needs Linux. The stored outputs show a lab that nobody
 # has solved yet.
 # %%
+import subprocess
+import sys
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
@@ -137,12 +139,29 @@ else:
 # %% exercise="02.B6"
 
 # %% [markdown]
-# > **On the card** this hangs: the consumer waits for a phase that nobody will complete. Run such experiments under a watchdog, in
-# > a process of their own (`timeout 60 python ...`): a hung kernel blocks its process, and only ending the process ends it.
+# > **On the card** this hangs: the consumer waits for a phase that nobody will complete.
 
 # %% exercise="02.11"
 
 # %% exercise="02.B4"
+
+# %% [markdown]
+# > **On the card** a missing fence shows nothing, most of the time. It stays a fault: nothing promises that TMA sees what the
+# > threads wrote, and the next compiler, clock or card need not be as kind.
+#
+# ### Try it: the same faults on a Hopper
+#
+# [`bug_labs/twins.py`](bug_labs/twins.py) has the six faults in CuTe DSL: rung 4's kernel with one line wrong. Some give wrong numbers,
+# some hang, some give right numbers today; write down which, before you run one. A hung kernel never gives its process back: so
+# each runs in a process of its own, which a watchdog ends.
+
+# %%
+TWIN = None  # "B1" to "B6"
+if TWIN and rungs.has_hopper():
+    done = subprocess.run([sys.executable, "bug_labs/twins.py", TWIN], capture_output=True, text=True)
+    print(done.stdout or done.stderr)
+else:
+    print("Choose a twin, on a machine with a Hopper; in a terminal: python bug_labs/twins.py B1")
 
 # %% exercise="02.12"
 

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 
 import pytest
 
@@ -97,3 +98,40 @@ def test_faults_must_apply():
     for faults in ((("x = 3", ""),), (("= 1", ""),), (("# region", ""),)):
         with pytest.raises(ValueError, match="exactly once"):
             stubs.make_stub(text, "02.B1", faults)
+
+
+# --- the twins on the card ---------------------------------------------------------------------------------------------
+
+TWINS = catalogue.load_source(
+    (path := LABS[0].folder / "bug_labs" / "twins.py").read_text(encoding="utf-8"), path, "twins"
+)
+
+
+@pytest.mark.parametrize("name", TWINS.TWINS)
+def test_twin_is_a_kernel_with_one_wrong_line(name):
+    """Compiled for sm_90a; it never runs here."""
+    torch, sass = pytest.importorskip("torch"), pytest.importorskip("fa3_course.sass")
+    pytest.importorskip("cutlass")
+    twin = TWINS.TWINS[name]
+    module = twin.module()
+    config = module.make_config(64, twin.causal)
+    (report,) = sass.compile_report(lambda options: module.compile_rung(config, torch.float16, options))
+    assert report.count("HGMMA") and report.count("UTMALDG") and not report.problems()
+
+
+def test_watchdog_ends_what_does_not_end():
+    hanging = "print('started', flush=True)\nwhile True:\n    pass"
+    lines, status, _ = TWINS.watch([sys.executable, "-c", hanging], 2.0)
+    assert lines == ["started"] and status is None
+    lines, status, complaint = TWINS.watch([sys.executable, "-c", "raise SystemExit('broken')"], 60.0)
+    assert (lines, status, complaint) == ([], 1, "broken")
+
+
+def test_twins_belong_to_bug_labs():
+    assert [f"02.{name}" for name in TWINS.TWINS] == list(WANTED)
+
+
+@pytest.mark.gpu
+def test_the_card_never_blocks_the_caller():
+    """B6 hangs on a Hopper; the watchdog gives control back."""
+    assert "ended by the watchdog" in TWINS.report("B6", 60.0)

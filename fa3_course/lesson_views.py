@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -21,9 +22,14 @@ def source(function: object) -> Markdown:
 
 
 def rung_diff(before: str, after: str, context: int = 1) -> Markdown:
-    """What rung `after` changes in rung `before`, without their head docstrings; and how many lines that are."""
-    texts = [(paths.checkout() / rungs.find(n).file).read_text(encoding="utf-8") for n in (before, after)]
+    """What rung `after` changes in rung `before`, without their head docstrings; and how many lines that are.
+
+    A rung is given by its number, or by its file relative to the repository's root.
+    """
+    files = [name if name.endswith(".py") else rungs.find(name).file for name in (before, after)]
+    texts = [(paths.checkout() / file).read_text(encoding="utf-8") for file in files]
     bodies = [text.split('"""', 2)[2].splitlines() for text in texts]
+    before, after = (re.match(r'"""Rung (\w+):', text)[1] for text in texts)
     lines = list(difflib.unified_diff(*bodies, lineterm="", n=context))[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
     shown = "\n".join("@@" if line.startswith("@@") else line for line in lines)

@@ -17,6 +17,11 @@ def test_diff_holds_what_the_later_rung_adds_and_counts_it():
     assert "Rung 5:" not in text, "head docstrings are not part of the diff"
 
 
+def test_diff_takes_files_as_well_as_numbers():
+    files = [rungs.find(n).file for n in ("4", "5")]
+    assert lesson_views.rung_diff(*files).data == lesson_views.rung_diff("4", "5").data
+
+
 def test_the_ladder_adds_one_idea_at_a_time():
     """Rung 5 is rung 4 with a second consumer: a diff that a reader takes in at once."""
     texts = [lesson_views.rung_diff(a, b).data for a, b in (("3", "4"), ("4", "5"))]

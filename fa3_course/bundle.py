@@ -26,7 +26,11 @@ KERNELS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch-c-dlpack-ext")  # and 
 TORCH = ("torch", "triton")
 # what a machine with PyTorch has already; a second copy in front of its own would only make trouble
 PRESENT = ("numpy", "setuptools", "cuda-bindings", "cuda-pathfinder")
-LEFT_OUT = ("nvidia-cutlass-dsl-libs-cu12",)  # 92 MB for CUDA 12 drivers; the course is tested with CUDA 13
+LEFT_OUT = (
+    "nvidia-cutlass-dsl-libs-cu12",  # 92 MB for CUDA 12 drivers; the course is tested with CUDA 13
+    # of the group `activations`, which makes a file that the clone brings along
+    *("click", "hf-xet", "httpcore2", "httpx2", "huggingface-hub", "safetensors", "tokenizers", "tqdm", "truststore"),
+)
 # other implementations to measure beside ours; not needed, hence not among the pins
 PEERS = ("tokenspeed-fa3==3.0.0.post20260810", "flash-attn-4==4.0.0b36", "quack-kernels==0.6.5")
 
@@ -110,7 +114,7 @@ def requirements(part: str, pins: Iterable[Requirement]) -> list[Requirement]:
     names = {
         "kernels": kernels - set(LEFT_OUT),
         "torch": set(TORCH),
-        "course": set(chosen) - kernels - set(TORCH) - set(PRESENT),
+        "course": set(chosen) - kernels - set(TORCH) - set(PRESENT) - set(LEFT_OUT),
     }[part]
     return [chosen[name] for name in sorted(names)]
 

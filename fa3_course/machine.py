@@ -81,9 +81,13 @@ def judge_platform(system: str, machine: str) -> Finding:
 
 
 def look_requirements(pyproject: Path) -> list[tuple[str, Requirement]]:
-    """(group, requirement) for every direct dependency that applies on this platform; groups: core, course, test."""
+    """(group, requirement) for every direct dependency that applies on this platform; groups: core, course, test.
+
+    Other groups, such as `activations`, are for who maintains the course; a machine without them lacks nothing.
+    """
     project = tomllib.loads(pyproject.read_text())["project"]
-    groups = {"core": project["dependencies"], **project["optional-dependencies"]}
+    extras = project["optional-dependencies"]
+    groups = {"core": project["dependencies"], "course": extras["course"], "test": extras["test"]}
     parsed = [(group, Requirement(line)) for group, lines in groups.items() for line in lines]
     return [(group, r) for group, r in parsed if r.marker is None or r.marker.evaluate()]
 

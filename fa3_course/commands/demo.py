@@ -40,7 +40,9 @@ class Activations:
         with np.load(paths.data("minilm_qkv.npz")) as arrays:
             q, k, v = (torch.from_numpy(arrays[name]).transpose(1, 2).contiguous() for name in "qkv")
         layers = ", ".join(map(str, about["layers"]))
-        source = f"layers {layers} of {about['package']} {about['version']} reading {about['text']['file']}"
+        source = (
+            f"layers {layers} of {about['package']} {about['version']} reading {about['text']['file']} as it was then"
+        )
         return cls(q, k, v, about["tokens"], source)
 
 
@@ -184,7 +186,10 @@ def demo(
             report, reason = None, str(error)
         status.update("drawing")
         yardstick_error = relative_error(yardstick, truth[0])
-        show.draw(data, truth[1], outcomes, yardstick_error, plot)
+        try:
+            show.draw(data, truth[1], outcomes, yardstick_error, plot)
+        except OSError as error:
+            raise SystemExit(f"fa3 demo: the plot cannot be written: {error}") from None
 
     if json:
         print(

@@ -48,7 +48,10 @@ def ladder(
     else:
         _show(table)
     if plot:
-        ladders.draw(table, plot)
+        try:
+            ladders.draw(table, plot)
+        except OSError as error:
+            raise SystemExit(f"fa3 ladder: the plot cannot be written: {error}") from None
         if not json:
             print(f"Plot: {plot}")
 

@@ -68,7 +68,7 @@ def report_rung(
         (cubin,) = cubins
     if dump:
         dump.parent.mkdir(parents=True, exist_ok=True)
-        dump.write_text(sass.disassemble(cubin))
+        dump.write_text(sass.disassemble(cubin), encoding="utf-8")
     return reports
 
 
@@ -143,7 +143,7 @@ def sass_command(
         reports = report_rung(rung, d, causal, dtype, dump)
     except KeyError as error:
         raise typer.BadParameter(error.args[0], param_hint="RUNG") from None
-    except (NoMachineCode, sass.ToolMissing, ImportError) as error:
+    except (NoMachineCode, sass.ToolMissing, ImportError, OSError) as error:
         raise SystemExit(f"fa3 sass: {error}") from None
 
     if json:

@@ -65,6 +65,7 @@ def test_parts_split_the_real_pins():
     assert parts["torch"] == {"torch", "triton"}
     everything = set().union(*parts.values()) | set(bundle.PRESENT) | set(bundle.LEFT_OUT)
     assert {r.name for r in pins} <= everything
+    assert not parts["course"] & {"safetensors", "tokenizers"}  # the clone brings what they make
 
 
 def test_a_broken_off_call_goes_on_where_it_ended(tmp_path):

@@ -71,6 +71,16 @@ def test_without_a_checkout_one_line_says_so(monkeypatch):
         cli.main()
 
 
+@pytest.mark.parametrize("command", [("ladder", "--plot"), ("sass", "2", "--d", "64", "--dump")])
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, command):
+    (tmp_path / "file").touch()
+    if command[0] == "sass":
+        pytest.importorskip("triton", reason="Triton has wheels for Linux only")
+    monkeypatch.setattr(sys, "argv", ["fa3", *command, str(tmp_path / "file" / "x")])
+    with pytest.raises(SystemExit, match=rf"^fa3 {command[0]}: .*{tmp_path.name}"):
+        cli.main()
+
+
 def test_bench_gets_its_arguments_as_they_are(monkeypatch):
     calls = []
 

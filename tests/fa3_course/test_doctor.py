@@ -90,6 +90,7 @@ def test_python_platform_disk_and_namesake():
 def test_every_direct_dependency_is_pinned_inside_its_range():
     requirements = machine.look_requirements(paths.checkout() / "pyproject.toml")
     pins = machine.look_pins(paths.checkout() / "constraints.txt")
+    assert {group for group, _ in requirements} == {"core", "course", "test"}  # nobody else needs `activations`
     assert {r.name for _, r in requirements} <= set(pins)
     assert [r.name for _, r in requirements if not r.specifier.contains(pins[r.name], prereleases=True)] == []
 

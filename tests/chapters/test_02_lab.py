@@ -132,6 +132,7 @@ def test_twins_belong_to_bug_labs():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not os.environ.get("FA3_HANG_TESTS"), reason="hangs a kernel on purpose; FA3_HANG_TESTS=1 runs it")
 def test_the_card_never_blocks_the_caller():
     """B6 hangs on a Hopper; the watchdog gives control back."""
     assert "ended by the watchdog" in TWINS.report("B6", 60.0)

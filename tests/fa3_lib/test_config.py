@@ -40,9 +40,11 @@ def test_key_blocks_are_those_that_some_row_sees(causal):
         # rows beyond seqlen_q are computed and thrown away: the range must be right for rows that exist
         last_row = (m_block + 1) * config.tile_m - 1
         first_row = m_block * config.tile_m + consumer * c.WGMMA_M
-        seen = lambda row: min(seqlen_k, max(row + 1 + offset, 0)) if causal else seqlen_k  # noqa: E731
-        read = c.ceil_div(seen(last_row), config.tile_n)
-        unmasked = seen(first_row) // config.tile_n
+        seen_last, seen_first = (
+            min(seqlen_k, max(row + 1 + offset, 0)) if causal else seqlen_k for row in (last_row, first_row)
+        )
+        read = c.ceil_div(seen_last, config.tile_n)
+        unmasked = seen_first // config.tile_n
         assert config.key_blocks(m_block, seqlen_q, seqlen_k) == read
         assert config.unmasked_key_blocks(m_block, seqlen_q, seqlen_k, consumer=consumer) == unmasked
 

@@ -15,7 +15,9 @@ CONFIGS = sorted(
 
 @pytest.mark.filterwarnings("ignore:This static loop has")
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda k: f"d{k.head_dim}-m{k.tile_m}-{'causal' if k.causal else 'full'}")
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda k: f"d{k.head_dim}-m{k.tile_m}-{'causal' if k.causal else 'full'}"
+)
 def test_machine_code(config, dtype):
     (report,) = sass.compile_report(lambda options: forward_sm90.compile_forward(config, dtype, options))
     assert report.problems() == []  # no spill, no stack, no local memory, no ptxas advisory

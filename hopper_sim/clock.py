@@ -18,10 +18,11 @@ class Clock:
         self._events: list[tuple[float, float, int, Callable[[], None]]] = []
         self._count = 0
 
-    def after(self, cycles: float, call: Callable[[], None]) -> None:
-        """Runs `call` when `cycles` have passed."""
+    def after(self, cycles: float, call: Callable[[], None], last: bool = False) -> None:
+        """Runs `call` when `cycles` have passed; `last`: behind everything else that happens at that time."""
         self._count += 1
-        heapq.heappush(self._events, (self.now + cycles, self._random.random(), self._count, call))
+        order = 1.0 if last else self._random.random()  # random() stays below 1
+        heapq.heappush(self._events, (self.now + cycles, order, self._count, call))
 
     def latency(self, cycles: float) -> float:
         """A latency drawn around `cycles`."""
@@ -42,11 +43,16 @@ class Unit:
     With a quantum (MUFU, FMA, shared memory, ...) it takes the owners in turn, `quantum` cycles each: two warpgroups that
     ask at the same time share the unit, and both finish late. Without (tensor core) it is a plain queue: the steps are
     served in the order of their issue, whoever issued them.
+
+    `cycles` of work take cycles / efficiency of time; `busy` counts the work.
     """
 
-    def __init__(self, clock: Clock, name: str, quantum: float | None, record: Callable[..., None]):
+    def __init__(
+        self, clock: Clock, name: str, quantum: float | None, record: Callable[..., None], efficiency: float = 1.0
+    ):
         self.clock, self.name, self.quantum, self._record = clock, name, quantum, record
-        self.busy = 0.0  # cycles served so far
+        self.efficiency = efficiency
+        self.busy = 0.0  # cycles of work served so far
         self._queues: dict[str, deque[list]] = {}
         self._running = False
 
@@ -77,7 +83,7 @@ class Unit:
             self._queues[queue] = self._queues.pop(queue)  # to the end of the line
             self._serve()
 
-        self.clock.after(slice_, served)
+        self.clock.after(slice_ / self.efficiency, served)
 
 
 def when_all(count: int, done: Callable[[], None]) -> Callable[[], None]:

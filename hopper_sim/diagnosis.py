@@ -194,6 +194,15 @@ def _deadlock(sm: "SM", stuck: list["Role"]) -> Fault:
                 kind = Kind.UNBALANCED_BARRIER if named else Kind.ROLES_DISAGREE
                 text = f"{role.name} waits for {role.blocked.detail}, and {', '.join(gone)}, which should come, has returned"
                 return Fault(kind, "\n".join([text, *lines]), role.blocked.site)
+    for role in stuck:
+        bar = role.blocked.on
+        if isinstance(bar, Mbarrier) and bar.completed >= role.seen.get(bar.name, 0) + 2:
+            text = (
+                f"{role.name} waits for {role.blocked.detail}, and {bar.name} has completed {bar.completed} phases, of which "
+                f"it has seen {role.seen.get(bar.name, 0)}: it was overtaken. The barrier behind which they follow each other "
+                "does not wait for it: someone arrives there too often, or the count is too small"
+            )
+            return Fault(Kind.TOO_MANY_ARRIVALS, "\n".join([text, *lines]), role.blocked.site)
     text = ["nobody can go on", *lines]
     if cycle:
         text.append(f"  cycle: {path}")

@@ -4,6 +4,7 @@ Sources
     [guide]   NVIDIA, CUDA C++ Programming Guide, throughput table for compute capability 9.0
     [paper]   FlashAttention-3 (arXiv 2407.08608), section 2.2: 989 TFLOP/s of dense fp16 and 3.9 T special-function op/s on H100 SXM5
     [derived] arithmetic on the above
+    [ncu]     measured with ncu, H200, 2026-11-29, fa3_lib's forward (and FA3's): profiles of whole kernels, not microbenchmarks
     [assumed] our estimate, of the size that public microbenchmarks of Hopper report; replaced when a measured timeline says otherwise
 """
 
@@ -21,7 +22,10 @@ class Machine:
 
     # capacity
     smem_bytes: int = 232_448  # shared memory of one CTA, 227 KB [guide]
+    sm_smem_bytes: int = 233_472  # of all CTAs that share an SM, 228 KB [guide]
+    cta_smem_bytes: int = 1024  # of them, what the system keeps of each CTA [guide]
     registers: int = 65_536  # 32-bit registers of an SM [guide]
+    threads: int = 2048  # threads of an SM [guide]
     named_barriers: int = 16  # hardware barriers of a CTA; 0 belongs to sync_threads() [guide]
 
     # throughput per cycle
@@ -33,6 +37,12 @@ class Machine:
     issue: float = 128.0  # lanes of the four warp schedulers [derived: 4 x 32]
     smem_bandwidth: float = 128.0  # bytes: 32 banks of 4 bytes [guide]
     tma_bandwidth: float = 64.0  # bytes from L2 into one SM [assumed]
+
+    # what is left of those rates in a real instruction stream; a unit's busy cycles count its work at the full rate
+    tensor_efficiency: float = (
+        0.87  # FLOP rate over the share of cycles in which the tensor pipe counts as active: 0.84 to 0.90 [ncu]
+    )
+    math_efficiency: float = 0.63  # fma, alu, mufu: 64 x 128 exponentials take a warpgroup 1,300 cycles at 1.6 warpgroups per MUFU, not 820 [ncu]
 
     # latency in cycles
     tma_latency: float = 700.0  # issue of a load to its completion on the mbarrier, L2 hit [assumed]
@@ -47,7 +57,7 @@ class Machine:
 
     # sharing
     quantum: float = 64.0  # cycles that a unit serves one warpgroup before it looks at the next [assumed]
-    wgmma_issue: float = 16.0  # cycles from one k-step's issue to the next one of the same warpgroup [assumed]
+    wgmma_issue: float = 32.0  # cycles from one k-step's issue to the next one of the same warpgroup: 12 in 390 [ncu]
 
     # the card
     sms: int = 132  # H100 SXM5 and H200 [paper]
@@ -61,6 +71,8 @@ class Machine:
             if not (value >= 0 if may_be_zero else value > 0):
                 rule = "must not be negative" if may_be_zero else "must be positive"
                 raise misuse(f"machine: {field.name} = {value} {rule}")
+            if field.name.endswith("efficiency") and value > 1:
+                raise misuse(f"machine: {field.name} = {value} must be at most 1")
         if self.jitter > 1:
             raise misuse(f"machine: jitter = {self.jitter} must be at most 1: latencies would turn negative")
         return self
@@ -71,6 +83,26 @@ class Machine:
         if unknown:
             raise misuse(f"machine: no value is called {', '.join(sorted(unknown))}")
         return replace(self, **changes).validate()
+
+    def efficiency(self, unit: str) -> float:
+        """The fraction of its full rate at which a unit works."""
+        if unit == "tensor core":
+            return self.tensor_efficiency
+        return self.math_efficiency if unit in ("mufu", "fma", "alu") else 1.0
+
+    def resident_ctas(self, threads: int, registers: int, smem_bytes: int) -> int:
+        """How many CTAs of one kernel share an SM; 0 when not even one fits.
+
+        Args:
+            threads: of a CTA. registers: per thread at launch (allotted in eights). smem_bytes: shared memory of a CTA.
+        """
+        if min(threads, registers, smem_bytes) < 1:
+            raise misuse(f"resident_ctas({threads}, {registers}, {smem_bytes}): all three must be at least 1")
+        if smem_bytes > self.smem_bytes:
+            return 0
+        by_registers = self.registers // (threads * (-(-registers // 8) * 8))
+        by_smem = self.sm_smem_bytes // (smem_bytes + self.cta_smem_bytes)
+        return min(by_registers, by_smem, self.threads // threads)
 
     def tflops(self, flops: float, cycles: float) -> float:
         """TFLOP/s of the whole card when every SM does `flops` in `cycles`."""

@@ -24,10 +24,12 @@ class Role:
     Attributes:
         name, threads: as given to `SM.role`.
         sm: the SM it runs on.
+        lane: its name on the timeline; CTAs that share an SM have roles of the same names.
     """
 
     def __init__(self, sm: "SM", name: str, threads: int, registers: int, warpgroup: str):
         self.sm, self.name, self.threads = sm, name, threads
+        self.lane = f"{name} of CTA slot {sm.slot}" if sm.slot else name
         self.registers_per_thread, self.warpgroup = registers, warpgroup
         self.tiles: list[RegisterTile] = []
         self.clock: VectorClock = {("role", name): 1}
@@ -115,7 +117,7 @@ class Role:
                 return
             one = when_all(len(work), lambda: waiting.finish(tail))
             for unit, cycles in work.items():
-                self.sm.units[unit].submit(self.name, cycles, name, one)
+                self.sm.units[unit].submit(self.lane, cycles, name, one)
 
         return self.waiting(name, start, kind="work")
 
@@ -243,7 +245,7 @@ class Role:
 
         def start(waiting: Waiting) -> None:
             self.sm.units["shared memory"].submit(
-                self.name, tile.nbytes / machine.smem_bandwidth, name, lambda: waiting.finish(machine.math_latency)
+                self.lane, tile.nbytes / machine.smem_bandwidth, name, lambda: waiting.finish(machine.math_latency)
             )
 
         return self.waiting(name, start, kind="work")

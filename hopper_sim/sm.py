@@ -1,6 +1,7 @@
-"""An SM with one CTA on it: declare tiles, barriers and roles, then run."""
+"""A CTA on an SM: declare tiles, barriers and roles, then run; and the launch of a grid, one or more CTAs at a time."""
 
 import inspect
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from hopper_sim.timeline import Timeline
 from hopper_sim.waiting import Waiting
 
 WARPGROUP = 128
+MAX_CYCLES = 1e9  # of a launch: a kernel that still runs is taken for one that never ends
 UNITS = ("tensor core", "mufu", "fma", "alu", "issue", "shared memory", "TMA")
 
 
@@ -47,15 +49,32 @@ class Report:
         """The busiest unit: with perfect overlap, the time could not be shorter than its work."""
         return max(self.busy, key=self.busy.__getitem__)
 
-    def append(self, other: "Report") -> None:
-        """`other` ran after this one on the same SM."""
-        self.timeline.lanes += [lane for lane in other.timeline.lanes if lane not in self.timeline.lanes]
-        self.timeline.events += other.timeline.shifted(self.cycles)
-        self.cta_ends += [self.cycles + end for end in other.cta_ends]
-        self.cycles += other.cycles
-        self.flops += other.flops
-        for unit, cycles in other.busy.items():
-            self.busy[unit] = self.busy.get(unit, 0.0) + cycles
+
+class Hardware:
+    """What the CTAs of an SM share: its time and its units."""
+
+    def __init__(self, machine: Machine, seed: int):
+        self.machine = machine.validate()
+        self.clock = Clock(seed, machine.jitter)
+        self.timeline = Timeline()
+        self.lanes: dict[str, None] = {}  # of roles, in the order of their declaration
+        self.flops = 0.0  # of all WGMMAs
+        self.units = {
+            unit: Unit(
+                self.clock,
+                unit,
+                None if unit == "tensor core" else machine.quantum,
+                self.timeline.add,
+                machine.efficiency(unit),
+            )
+            for unit in UNITS
+        }
+
+    def report(self, ends: list[float]) -> Report:
+        """What a clean run of CTAs that ended at these times tells."""
+        self.timeline.lanes = [*self.lanes, *UNITS, "TMA in flight"]
+        busy = {name: unit.busy for name, unit in self.units.items()}
+        return Report(self.clock.now, self.flops, busy, self.timeline, ends)
 
 
 class RegisterPool:
@@ -111,30 +130,34 @@ class RegisterPool:
 
 
 class SM:
-    """One CTA on one SM.
+    """One CTA on an SM.
 
     Args:
         machine: rates, latencies and budgets.
         seed: draws latencies and breaks ties. A correct kernel gives the same result under every seed.
         name: of the CTA, for messages.
+        hardware: the SM's, when CTAs share it (it has its own machine and seed). slot: this CTA's place among them.
     """
 
-    def __init__(self, machine: Machine = HOPPER, seed: int = 0, name: str = "CTA"):
-        self.machine, self.seed, self.name = machine.validate(), seed, name
-        self.clock = Clock(seed, machine.jitter)
-        self.timeline = Timeline()
-        self.memory = SharedMemory(machine.smem_bytes)
+    def __init__(
+        self,
+        machine: Machine = HOPPER,
+        seed: int = 0,
+        name: str = "CTA",
+        hardware: Hardware | None = None,
+        slot: int = 0,
+    ):
+        self.hardware = hardware or Hardware(machine, seed)
+        self.name, self.slot = name, slot
+        self.machine, self.clock = self.hardware.machine, self.hardware.clock
+        self.timeline, self.units = self.hardware.timeline, self.hardware.units
+        self.memory = SharedMemory(self.machine.smem_bytes)
         self.memory.explain = diagnosis.explain_conflict(self)
-        self.units = {
-            unit: Unit(self.clock, unit, None if unit == "tensor core" else machine.quantum, self._record)
-            for unit in UNITS
-        }
         self.roles: list[Role] = []
         self.mbarrier_list: list[Mbarrier] = []
         self.named: dict[int, NamedBarrier] = {}
         self.register_pool = RegisterPool(self)
         self.loads: list[Access] = []  # every TMA load
-        self.flops = 0.0
         self.suspended: list[Fault] = []  # roles that read poison, by their verdict if nothing arrives
         self.current: Role | None = None
         self._bodies: list[tuple[Role, Callable, tuple]] = []
@@ -189,13 +212,25 @@ class SM:
             raise misuse(f"two roles are called {name}")
         role = Role(self, name, threads, 0, warpgroup or name)
         self.roles.append(role)
+        self.hardware.lanes[role.lane] = None
         self._bodies.append((role, body, args))
         return role
 
     # --- running -------------------------------------------------------------------------------------------------------
 
-    def run(self, max_cycles: float = 1e9) -> Report:
+    def run(self, max_cycles: float = MAX_CYCLES) -> Report:
         """Runs every role to its end and returns the report, or raises `Fault` with the verdict."""
+        try:
+            self.start(lambda: None)
+            self.clock.run(max_cycles)
+            diagnosis.check_end(self)
+        finally:
+            self.close()
+        return self.hardware.report([self.clock.now])
+
+    def start(self, when_over: Callable[[], None]) -> None:
+        """Launches the CTA; the clock runs it. Calls `when_over` when all roles have returned and left nothing over."""
+        self._when_over = when_over
         if not self.roles:
             raise misuse(f"{self.name} has no roles: declare them with sm.role(name, body)")
         self._allot_registers()
@@ -206,20 +241,16 @@ class SM:
         for role, body, args in self._bodies:
             role.coroutine = body(role, *args)
             self.clock.after(self.clock.latency(self.machine.launch_latency), lambda role=role: self.step(role))
-        try:
-            self.clock.run(max_cycles)
-            diagnosis.check_end(self)
-        finally:
-            for role in self.roles:
+
+    def close(self) -> None:
+        """Ends the coroutines of the roles."""
+        for role in self.roles:
+            if role.coroutine is not None:
                 role.coroutine.close()
-        self.timeline.lanes = [role.name for role in self.roles] + [*UNITS, "TMA in flight"]
-        return Report(
-            self.clock.now,
-            self.flops,
-            {name: unit.busy for name, unit in self.units.items()},
-            self.timeline,
-            [self.clock.now],
-        )
+
+    def _end(self) -> None:
+        diagnosis.check_end(self)
+        self._when_over()
 
     def _allot_registers(self) -> None:
         """Registers per thread at launch: an equal share of the file, a multiple of 8, at most 256."""
@@ -259,6 +290,10 @@ class SM:
         else:
             role.returned = True
             diagnosis.check_return(role)
+            if all(other.returned for other in self.roles):
+                # an arrival on a named barrier follows the WGMMAs before it, and may outlive its role by their issue
+                issued = max(other.issued_until for other in self.roles)
+                self.clock.after(max(issued - self.clock.now, 0.0), self._end, last=True)
 
     def enter(self, owner: Role | None = None) -> Role:
         """The role that is running; every instruction passes here. Raises `Fault` outside a role or after a forgotten await."""
@@ -284,9 +319,6 @@ class SM:
                 role.unawaited.site,
             )
 
-    def _record(self, unit: str, label: str, start: float, end: float, owner: str) -> None:
-        self.timeline.add(unit, label, start, end, owner)
-
 
 def launch(
     build: Callable[..., None],
@@ -294,17 +326,44 @@ def launch(
     outputs: tuple[GlobalTensor, ...] = (),
     machine: Machine = HOPPER,
     seed: int = 0,
+    ctas_per_sm: int = 1,
 ) -> Report:
-    """Runs a kernel: `build(sm, *index)` declares one CTA, for each index of the grid, one after the other on one SM.
+    """Runs a kernel on one SM: `build(sm, *index)` declares one CTA, for each index of the grid.
 
     Args:
         grid: the CTA indices. outputs: tensors that the kernel must write completely, each element once.
+        ctas_per_sm: how many CTAs share the SM's units; the next one starts when one ends. Each one's budgets are checked
+            as if it were alone: `Machine.resident_ctas` says how many there is room for.
     """
-    report = Report(busy=dict.fromkeys(UNITS, 0.0))
-    for number, index in enumerate(grid):
-        sm = SM(machine, seed + 7919 * number, f"CTA {number}")
-        build(sm, *index)
-        report.append(sm.run())
+    if ctas_per_sm < 1:
+        raise misuse(f"ctas_per_sm = {ctas_per_sm} must be at least 1")
+    hardware, waiting = Hardware(machine, seed), deque(enumerate(grid))
+    running: list[SM] = []
+    ends: list[float] = []
+
+    def start(slot: int) -> None:
+        if not waiting:
+            return
+        number, index = waiting.popleft()
+        cta = SM(name=f"CTA {number}", hardware=hardware, slot=slot)
+        running.append(cta)
+        build(cta, *index)
+        cta.start(lambda: over(cta))
+
+    def over(cta: SM) -> None:
+        ends.append(hardware.clock.now)
+        running.remove(cta)
+        start(cta.slot)
+
+    try:
+        for slot in range(ctas_per_sm):
+            start(slot)
+        hardware.clock.run(MAX_CYCLES)
+        for cta in running:  # nothing happens any more, and these are not over
+            diagnosis.check_end(cta)
+    finally:
+        for cta in running:
+            cta.close()
     for tensor in outputs:
         tensor.check_complete()
-    return report
+    return hardware.report(ends)

@@ -29,10 +29,6 @@ class Timeline:
     def __post_init__(self) -> None:
         self._last: dict[str, dict] = {}
 
-    def shifted(self, cycles: float) -> list[dict]:
-        """The events, `cycles` later: CTAs that follow each other on one SM."""
-        return [dict(event, start=event["start"] + cycles, end=event["end"] + cycles) for event in self.events]
-
     def as_dict(self, **meta: object) -> dict:
         """The timeline as plain data: schema, unit, lanes in display order, events, meta."""
         return {"schema": "fa3-timeline/1", "unit": "cycles", "lanes": self.lanes, "events": self.events, "meta": meta}

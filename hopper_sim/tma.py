@@ -76,10 +76,10 @@ def load(
 
     def done() -> None:
         tile.poke(filled)
-        sm.timeline.add("TMA in flight", f"load {tile.name}", start, sm.clock.now, role.name)
+        sm.timeline.add("TMA in flight", f"load {tile.name}", start, sm.clock.now, role.lane)
         bar.load_done(tile.nbytes, phase, site)
 
-    sm.units["TMA"].submit(role.name, tile.nbytes / machine.tma_bandwidth, f"load {tile.name}", transferred)
+    sm.units["TMA"].submit(role.lane, tile.nbytes / machine.tma_bandwidth, f"load {tile.name}", transferred)
 
 
 def store(role: "Role", tile: SharedTile, tensor: GlobalTensor, at: tuple[int, ...], box: tuple[int, ...]) -> None:
@@ -99,7 +99,7 @@ def store(role: "Role", tile: SharedTile, tensor: GlobalTensor, at: tuple[int, .
     def done() -> None:
         stored = sm.memory.bytes[tile.offset : tile.offset + tile.nbytes].view(dtype)
         tensor.put(at, box, stored, site)
-        sm.timeline.add("TMA in flight", f"store {tile.name}", start, sm.clock.now, role.name)
+        sm.timeline.add("TMA in flight", f"store {tile.name}", start, sm.clock.now, role.lane)
         role.stores.done(group)
 
-    sm.units["TMA"].submit(role.name, tile.nbytes / machine.tma_bandwidth, f"store {tile.name}", transferred)
+    sm.units["TMA"].submit(role.lane, tile.nbytes / machine.tma_bandwidth, f"store {tile.name}", transferred)

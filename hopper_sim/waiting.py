@@ -46,7 +46,8 @@ class Waiting:
 
     def _resume(self) -> None:
         sm = self.role.sm
-        sm.timeline.add(self.role.name, self.name, self.began, sm.clock.now, self.role.name, self.kind)
+        lane = self.role.lane
+        sm.timeline.add(lane, self.name, self.began, sm.clock.now, lane, self.kind)
         self.role.blocked = None
         sm.step(self.role)
 

@@ -63,7 +63,7 @@ def issue(
     machine, sm = role.sm.machine, role.sm
     rate = machine.tensor_flops_16bit if eb == 2 else machine.tensor_flops_8bit
     flops = 2 * m * n * k
-    sm.flops += flops
+    sm.hardware.flops += flops
     a_values = a.peek().copy() if isinstance(a, RegisterTile) else None
 
     def finished() -> None:
@@ -105,9 +105,9 @@ def _queue(
     every = when_all(steps + 1, served)
 
     def issue_step() -> None:
-        sm.units["tensor core"].submit(role.name, step_cycles, label, every)
+        sm.units["tensor core"].submit(role.lane, step_cycles, label, every)
 
-    sm.units["shared memory"].submit(role.name, smem_cycles, label, every)
+    sm.units["shared memory"].submit(role.lane, smem_cycles, label, every)
     start = max(sm.clock.now, role.issued_until)
     for step in range(steps):
         sm.clock.after(start + step * gap - sm.clock.now, issue_step)

@@ -5,7 +5,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,13 +18,27 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class SimulatedRung:
-    """How a rung is set up: its module (with `build`), its title, and what is fixed in its configuration."""
+    """How a rung is set up: its module (with `build`), its title, and what is fixed in its configuration.
+
+    Attributes:
+        registers: per thread at launch, by compiled head dim (from the DSL rung's machine code: the larger one of full and
+            causal), where they leave room for more than one CTA per SM. threads: of a CTA, if not the configuration's.
+    """
 
     module: str
     title: str
     changes: dict
     persistent: bool = False
     fp8: bool = False
+    registers: dict[int, int] = field(default_factory=dict)
+    threads: int | None = None
+
+    def resident_ctas(self, config: ForwardConfig, machine: Machine = HOPPER) -> int:
+        """How many CTAs share an SM: one, unless registers, shared memory and threads leave room for more."""
+        if config.head_dim not in self.registers:
+            return 1
+        threads = self.threads or config.threads
+        return machine.resident_ctas(threads, self.registers[config.head_dim], config.smem_bytes)
 
     @property
     def build(self) -> Callable:
@@ -36,8 +50,16 @@ TILE_N = {64: 128, 128: 128, 192: 96, 256: 80}
 TILE_N_8BIT = 128  # for every head dim
 
 RUNGS = {
-    "3": SimulatedRung("rung03", "TMA + WGMMA, everything waits", {"tile_m": 64, "stages": 1}),
-    "4": SimulatedRung("rung04", "producer warp and ring", {"tile_m": 64}),
+    "3": SimulatedRung(
+        "rung03",
+        "TMA + WGMMA, everything waits",
+        {"tile_m": 64, "stages": 1},
+        registers={64: 128, 128: 168, 192: 208, 256: 240},
+        threads=128,
+    ),
+    "4": SimulatedRung(
+        "rung04", "producer warp and ring", {"tile_m": 64}, registers={64: 128, 128: 168, 192: 176, 256: 200}
+    ),
     "5": SimulatedRung("rung05", "two consumers, setmaxnreg", {"tile_m": 128}),
     "6": SimulatedRung("rung06", "ping-pong", {"tile_m": 128, "ping_pong": True}),
     "7": SimulatedRung("rung07", "softmax under PV", {"tile_m": 128, "ping_pong": True}),
@@ -65,8 +87,13 @@ def rung(number: str) -> SimulatedRung:
     return RUNGS[str(number)]
 
 
-def configuration(number: str, head_dim: int, causal: bool, **changes: int) -> ForwardConfig:
-    """The configuration of a rung for head dims up to 256; `changes` (stages, tile_n, ...) replace its values."""
+def configuration(
+    number: str, head_dim: int, causal: bool, seqlen_q: int | None = None, **changes: int
+) -> ForwardConfig:
+    """The configuration of a rung for head dims up to 256; `changes` (stages, tile_n, ...) replace its values.
+
+    `seqlen_q` matters to the library's kernel, which has smaller tiles for short causal sequences; without it, for long ones.
+    """
     if not 1 <= head_dim <= max(HEAD_DIMS) or head_dim % 8:
         raise ValueError(f"head_dim = {head_dim} must be a multiple of 8 up to {max(HEAD_DIMS)}")
     if number == "11" and head_dim > 128:
@@ -74,7 +101,7 @@ def configuration(number: str, head_dim: int, causal: bool, **changes: int) -> F
         raise ValueError(f"{text}; take head_dim up to 128, or rung 10")
     r, tile_d = rung(number), next(d for d in HEAD_DIMS if d >= head_dim)
     if r.persistent:
-        config = forward_config(head_dim, head_dim, causal)
+        config = forward_config(head_dim, head_dim, causal, seqlen_q)
     else:
         tile_n = TILE_N_8BIT if r.fp8 else TILE_N[tile_d]
         config = ForwardConfig(tile_d, tile_d, tile_n=tile_n, causal=causal, **r.changes)
@@ -148,19 +175,25 @@ def _descale(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def run(
-    number: str, problem: parts.Problem, machine: Machine = HOPPER, seed: int = 0, build: Callable | None = None
+    number: str,
+    problem: parts.Problem,
+    machine: Machine = HOPPER,
+    seed: int = 0,
+    build: Callable | None = None,
+    ctas_per_sm: int = 1,
 ) -> Result:
-    """Runs a rung on a problem, all query tiles on one SM, one after the other.
+    """Runs a rung on a problem, all query tiles on one SM, `ctas_per_sm` CTAs at a time.
 
     Raises `hopper_sim.Fault` with the verdict when the kernel is broken (`build` may be a broken one).
     """
-    r, tiles = rung(number), problem.tiles()
-    grid = [(problem, *tiles)] if r.persistent else [(problem, tile) for tile in tiles]
-    report = launch(build or r.build, grid, outputs=(problem.out, problem.lse), machine=machine, seed=seed)
+    r = rung(number)
+    grid = [(problem, *problem.walk(cta=0, ctas=1))] if r.persistent else [(problem, tile) for tile in problem.tiles()]
+    outputs = (problem.out, problem.lse)
+    report = launch(build or r.build, grid, outputs, machine, seed, ctas_per_sm)
     return Result(problem.out.numpy(), problem.lse.numpy(), report, problem)
 
 
 def simulate(number: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False, **options) -> Result:
-    """`make_problem` and `run` in one; machine= and seed= go to `run`, the rest to `make_problem`."""
-    to_run = {name: options.pop(name) for name in ("machine", "seed", "build") if name in options}
+    """`make_problem` and `run` in one; machine=, seed=, build= and ctas_per_sm= go to `run`, the rest to `make_problem`."""
+    to_run = {name: options.pop(name) for name in ("machine", "seed", "build", "ctas_per_sm") if name in options}
     return run(number, make_problem(number, q, k, v, causal, **options), **to_run)

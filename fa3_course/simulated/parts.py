@@ -56,12 +56,35 @@ class Problem:
         tiles = [(m, h, b) for b in range(batch) for h in range(heads) for m in range(self.m_blocks)]
         return sorted(tiles, key=lambda tile: -len(self.blocks(tile[0])))
 
+    def walk(self, cta: int, ctas: int) -> list[tuple[int, int, int]]:
+        """(m, head, batch) of the tiles that one of `ctas` persistent CTAs visits, in its order."""
+        heads, batch = self.q.shape[2], self.q.shape[0]
+        tiles = walk(self.m_blocks, heads * batch, self.config.causal, cta, ctas)
+        return [(m, sequence % heads, sequence // heads) for m, sequence in tiles]
+
+
+def walk(m_blocks: int, sequences: int, causal: bool, cta: int, ctas: int) -> list[tuple[int, int]]:
+    """(m, sequence) of one persistent CTA's tiles, as `fa3_lib.forward_sm90` numbers them; a sequence is a head of a batch.
+
+    Tiles of one head are neighbours, so that they share K and V in L2. Causal tiles differ in length: a CTA takes a long
+    one and its short mirror image in turn, so that every pair is equally long.
+    """
+    if not causal:
+        return [(unit % m_blocks, unit // m_blocks) for unit in range(cta, m_blocks * sequences, ctas)]
+    pairs = -(-m_blocks // 2)
+    tiles = []
+    for unit in range(cta, pairs * sequences, ctas):
+        short, sequence = unit % pairs, unit // pairs
+        long = m_blocks - 1 - short
+        tiles += [(long, sequence)] if short == long else [(long, sequence), (short, sequence)]
+    return tiles
+
 
 @dataclass(frozen=True)
 class Tiles:
     """Shared memory and barriers of one CTA."""
 
-    q: SharedTile  # (consumer, 64, d); the output is staged in the same memory
+    q: SharedTile  # (consumer, 64, d); the output is staged in the same memory, or in `o`
     k: SharedTile  # (stage, tile_n, d)
     v: SharedTile  # (stage, tile_n, dv)
     q_full: list[Mbarrier]  # one for all consumers, or one each
@@ -71,6 +94,7 @@ class Tiles:
     v_empty: list[Mbarrier]
     turns: list[NamedBarrier] = field(default_factory=list)
     q_empty: list[Mbarrier] = field(default_factory=list)
+    o: SharedTile | None = None  # (consumer, 64, dv), where the output has memory of its own
 
 
 def consumer_names(config: ForwardConfig) -> tuple[str, ...]:
@@ -161,7 +185,7 @@ class OnlineSoftmax:
         """One key block: P (64, tile_n), not yet rounded, and the factor (64, 1) by which earlier outputs shrink."""
         if n >= self.p.config.unmasked_key_blocks(self.m, *self.p.seqlens, consumer=self.me):
             scores = self._mask(scores, n)
-            await self.wg.spend("softmax", alu=scores.size)
+            await self.wg.spend("softmax", alu=2 * scores.size)  # compare the column, select
         await self.wg.spend("softmax", alu=scores.size)  # row maximum
         new_max = np.maximum(self.max, scores.max(axis=1, keepdims=True))
         safe = np.where(np.isneginf(new_max), np.float32(0), new_max) * self.scale_log2  # rows that saw no key yet
@@ -205,24 +229,30 @@ async def epilogue(
     acc_O,
     rows: OnlineSoftmax,
     factor: float = 1.0,
+    wait: bool = True,
 ) -> None:
     """Normalises O, stages it as 16-bit numbers in `staged` and stores it; stores LSE.
 
     Args:
         staged: (64, dv) in shared memory that nobody else uses any more. factor: on the output, the descale of V.
+        wait: until the store has left `staged`; otherwise it stays in flight, and the next epilogue waits for it.
     """
     m, head, batch = tile
     inverse, lse = rows.finish()
     row = m * p.config.tile_m + me * WGMMA_M
     await wg.spend("epilogue", fma=acc_O.shape[0] * acc_O.shape[1], alu=acc_O.shape[0] * acc_O.shape[1] / 2)
     await wg.store_global(p.lse, (batch, head, row), lse[None, None])
+    await wg.wait_store(0)  # an output before this one has left the memory
     await wg.store_shared(staged, acc_O.read() * inverse * np.float32(factor))
     wg.fence_async_proxy()
     wg.tma_store(staged, p.out, (batch, row, head, 0), (1, WGMMA_M, 1, p.config.head_dim_v))
     wg.commit_store()
-    await wg.wait_store(0)
+    if wait:
+        await wg.wait_store(0)
 
 
 def staging(p: Problem, t: Tiles, me: int) -> SharedTile:
-    """The consumer's own 64 rows of Q, which it alone reads, as memory for its output."""
+    """Memory for a consumer's output: its own, or the consumer's 64 rows of Q, which it alone reads."""
+    if t.o is not None:
+        return t.o[me]
     return t.q[me].reuse(f"O[{me}]", (WGMMA_M, p.config.head_dim_v), p.out.dtype)

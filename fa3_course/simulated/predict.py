@@ -1,8 +1,8 @@
 """What the simulated SM says about a whole card, and how far that is from stored measurements.
 
-The time of a query tile is a + b x (key blocks), and a CTA costs c once; a, b and c come from three short simulations. Tiles
-are then handed to the card's SMs, one CTA per SM: as they become free, or for the persistent rung by its own rule. The model knows neither power nor L2 nor DRAM
-limits: the clock is the measured row's where there is one.
+The time of a query tile is a + b x (key blocks), and a CTA costs c once; a, b and c come from short simulations, with as
+many CTAs on the SM as there is room for. Tiles are then handed to the card's SMs: as they become free, or for the persistent
+rung by its own walk. The model knows neither power nor L2 nor DRAM limits: the clock is the measured row's where there is one.
 """
 
 import functools
@@ -12,18 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from fa3_course import results, simulated
-from fa3_course.simulated import rung08
+from fa3_course.simulated import parts
 from fa3_lib.config import ForwardConfig
 from hopper_sim import HOPPER, Machine
 
 SHORT, LONG = 6, 14  # key blocks of the simulations that give a and b
+WAVES = 3  # where CTAs share an SM, so many one after the other, since the start of one runs under the work of others
+LIBRARY = ("fa3_lib", "8")  # the kernel name of the library's rows, and the rung that simulates it
 TOKENS, HIDDEN = 16_384, 2048  # the paper's benchmark: 16k tokens in all, heads x head_dim = 2048
 TIE = 0.98  # a unit this close to the busiest one is named with it
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cycles of one SM: per CTA, per query tile, per key block; and the cycles that the busiest units work per key block."""
+    """Cycles of one SM: per CTA, per query tile, per key block; and the cycles that the busiest units work per key block.
+
+    Where `resident` CTAs share the SM, its cycles divided by the tiles it finishes in them.
+    """
 
     cta: float
     tile: float
@@ -31,6 +36,7 @@ class Cost:
     bound: str
     bound_cycles: float
     config: ForwardConfig
+    resident: int
 
 
 @dataclass(frozen=True)
@@ -44,28 +50,35 @@ class Prediction:
 
 
 @functools.lru_cache(maxsize=128)
-def cost(number: str, head_dim: int, causal: bool, machine: Machine = HOPPER) -> Cost:
+def cost(number: str, head_dim: int, causal: bool, machine: Machine = HOPPER, seqlen_q: int | None = None) -> Cost:
     """Measures a rung on the simulated SM. Raises ValueError for a shape that the rung refuses."""
-    config = simulated.configuration(number, head_dim, causal)
-    persistent = simulated.rung(number).persistent
-    short, long = (_run(number, config, head_dim, blocks, 1, machine) for blocks in (SHORT, LONG))
-    block = (long.cycles - short.cycles) / (LONG - SHORT)
-    cta, tile = 0.0, short.cycles - SHORT * block
-    if persistent:
+    config = simulated.configuration(number, head_dim, causal, seqlen_q)
+    r = simulated.rung(number)
+    resident = r.resident_ctas(config, machine)
+    tiles = 1 if resident == 1 else WAVES * resident
+    short, long = (_run(number, config, head_dim, blocks, tiles, machine, resident) for blocks in (SHORT, LONG))
+    block = (long.cycles - short.cycles) / (LONG - SHORT) / tiles
+    cta, tile = 0.0, short.cycles / tiles - SHORT * block
+    if r.persistent:
         two = _run(number, config, head_dim, SHORT, 2, machine)
         cta = max(2 * short.cycles - two.cycles, 0.0)
         tile -= cta
-    busy = {unit: (long.busy[unit] - short.busy[unit]) / (LONG - SHORT) for unit in long.busy}
-    most = max(busy.values())
-    bound = " and ".join(unit for unit, cycles in busy.items() if cycles >= TIE * most)
-    return Cost(cta, tile, block, bound, most, config)
+    busy = {unit: (long.busy[unit] - short.busy[unit]) / (LONG - SHORT) / tiles for unit in long.busy}
+    least_time = {unit: cycles / machine.efficiency(unit) for unit, cycles in busy.items()}
+    most = max(least_time.values())
+    bound = " and ".join(unit for unit, cycles in least_time.items() if cycles >= TIE * most)
+    return Cost(cta, tile, block, bound, most, config, resident)
 
 
-def _run(number: str, config: ForwardConfig, head_dim: int, blocks: int, heads: int, machine: Machine):
+def _run(
+    number: str, config: ForwardConfig, head_dim: int, blocks: int, heads: int, machine: Machine, resident: int = 1
+):
     rng = np.random.default_rng(0)
     shapes = ((1, config.tile_m, heads, head_dim), *2 * ((1, blocks * config.tile_n, heads, head_dim),))
     q, k, v = (rng.standard_normal(shape) for shape in shapes)
-    return simulated.simulate(number, q, k, v, config.causal, config=config, machine=machine).report
+    return simulated.simulate(
+        number, q, k, v, config.causal, config=config, machine=machine, ctas_per_sm=resident
+    ).report
 
 
 def predict(
@@ -82,17 +95,16 @@ def predict(
     batch = batch or max(TOKENS // seqlen, 1)
     heads = heads or max(HIDDEN // head_dim, 1)
     clock = clock_ghz or machine.clock_ghz
-    c = cost(number, head_dim, causal, machine)
+    c = cost(number, head_dim, causal, machine, seqlen if simulated.rung(number).persistent else None)
     persistent = simulated.rung(number).persistent
     m_blocks = -(-seqlen // c.config.tile_m)
-    blocks = sorted((c.config.key_blocks(m, seqlen, seqlen) for m in range(m_blocks)), reverse=True)
-    tiles = [n for n in blocks for _ in range(batch * heads)]
+    blocks = [c.config.key_blocks(m, seqlen, seqlen) for m in range(m_blocks)]
     if persistent:
-        shares = (rung08.share(tiles, cta, machine.sms) for cta in range(min(machine.sms, len(tiles))))
-        longest = max(c.cta + len(mine) * c.tile + sum(mine) * c.block for mine in shares)
+        shares = (parts.walk(m_blocks, heads * batch, causal, cta, machine.sms) for cta in range(machine.sms))
+        longest = max(c.cta + sum(c.tile + blocks[m] * c.block for m, _ in mine) for mine in shares)
     else:
         sms = [0.0] * machine.sms
-        for n in tiles:
+        for n in (n for n in sorted(blocks, reverse=True) for _ in range(batch * heads)):
             heapq.heapreplace(sms, sms[0] + c.cta + c.tile + n * c.block)
         longest = max(sms)
     flops = 4.0 * seqlen**2 * head_dim * heads * batch * (0.5 if causal else 1.0)
@@ -102,8 +114,9 @@ def predict(
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured row, the prediction for its shape and clock, and their ratio (predicted / measured)."""
+    """A measured row of a rung, the prediction for its shape and clock, and their ratio (predicted / measured)."""
 
+    rung: str
     row: results.Row
     prediction: Prediction
 
@@ -113,24 +126,21 @@ class Comparison:
 
 
 def compare(run: results.Run | None, machine: Machine = HOPPER) -> list[Comparison]:
-    """Every measured forward row of a rung that has a simulated kernel, beside its prediction."""
+    """Every measured forward row of a rung that has a simulated kernel, beside its prediction; the library is rung 8."""
     if run is None:
         return []
     machine = machine.with_(sms=run.sms) if run.sms else machine
     found = []
     for row in run.select(direction="fwd"):
-        if (
-            row.rung not in simulated.RUNGS
-            or row.tflops is None
-            or (row.dtype == "fp8") != simulated.rung(row.rung).fp8
-        ):
+        rung = LIBRARY[1] if row.kernel == LIBRARY[0] else row.rung
+        if rung not in simulated.RUNGS or row.tflops is None or (row.dtype == "fp8") != simulated.rung(rung).fp8:
             continue
         clock = row.sm_mhz / 1000 if row.sm_mhz else None
         try:
-            prediction = predict(row.rung, row.head_dim, row.causal, row.seqlen, row.batch, row.heads, clock, machine)
+            prediction = predict(rung, row.head_dim, row.causal, row.seqlen, row.batch, row.heads, clock, machine)
         except ValueError:  # a head dim that the simulated rung refuses
             continue
-        found.append(Comparison(row, prediction))
+        found.append(Comparison(rung, row, prediction))
     return found
 
 
@@ -145,7 +155,7 @@ def table(run: results.Run | None) -> str:
     ]
     for c in found:
         mhz = f"{c.row.sm_mhz:.0f}" if c.row.sm_mhz else f"{c.prediction.clock_ghz * 1000:.0f} (assumed)"
-        lines.append(f"| {c.row.rung} | {c.row.shape} | {mhz} | {c.row.tflops:.0f} | {c.prediction.tflops:.0f} | {c.ratio:.2f} | {c.prediction.bound} |")  # fmt: skip
+        lines.append(f"| {c.rung} | {c.row.shape} | {mhz} | {c.row.tflops:.0f} | {c.prediction.tflops:.0f} | {c.ratio:.2f} | {c.prediction.bound} |")  # fmt: skip
     errors = sorted(abs(c.ratio - 1) for c in found)
     lines.append(
         f"\n{len(found)} rows of {run.gpu}, {run.date}: the prediction is off by {errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at worst."

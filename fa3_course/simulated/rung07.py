@@ -5,6 +5,7 @@ Adds to rung 6      QK(n) is issued before PV(n + 1); the softmax of n starts wh
 Look at             wait_group(1): the younger of two groups may stay in flight
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from fa3_course.simulated import parts
@@ -54,8 +55,13 @@ async def attend(
     acc_S: RegisterTile,
     tOrP: RegisterTile,
     acc_O: RegisterTile,
+    after_last_qk: Callable[[], None] = lambda: None,
 ) -> parts.OnlineSoftmax:
-    """The main loop of one query tile; `first` counts the blocks that earlier tiles have put through the rings."""
+    """The main loop of one query tile.
+
+    Args:
+        first: blocks that earlier tiles have put through the rings. after_last_qk: called when Q has been read for the last time.
+    """
     c = p.config
     rows = parts.OnlineSoftmax(wg, p, m, me, p.scale_log2)
     blocks = p.blocks(m)
@@ -73,6 +79,8 @@ async def attend(
             wg.wgmma_fence()
             wg.wgmma(acc_S, t.q[me], t.k[slot].T, accumulate=False, label="QK")
             wg.commit()
+        else:
+            after_last_qk()
         if i > 0:
             await t.v_full[last_slot].wait(last_phase)
             wg.wgmma_fence()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hopper_sim import HOPPER, SM, Fault, GlobalTensor, Kind, formats
+from hopper_sim import HOPPER, SM, Fault, GlobalTensor, Kind, formats, launch
 from hopper_sim.wgmma import short_product
 
 
@@ -149,11 +149,63 @@ def test_a_unit_is_shared_and_never_does_two_things_at_once():
     machine = HOPPER.with_(jitter=0.0)
     alone = run(lambda sm: sm.role("wg0", exponentials), machine=machine)
     both = run(lambda sm: [sm.role(f"wg{i}", exponentials) for i in (0, 1)], machine=machine)
-    assert alone.cycles == machine.launch_latency + 640 + machine.math_latency
-    assert both.cycles == machine.launch_latency + 1280 + machine.math_latency
+    fixed, stretch = machine.launch_latency + machine.math_latency, 1 / machine.math_efficiency
+    assert alone.cycles == pytest.approx(fixed + 640 * stretch)
+    assert both.cycles == pytest.approx(fixed + 1280 * stretch)
     assert both.busy["mufu"] == 1280 and both.bound == "mufu"
     ends = sorted(e["end"] for e in both.timeline.events if e["lane"].startswith("wg"))
-    assert ends[1] - ends[0] <= machine.quantum, "two that ask together finish together"
+    assert ends[1] - ends[0] <= machine.quantum * stretch + 1e-6, "two that ask together finish together"
+
+
+def test_ctas_on_one_sm_share_its_units():
+    """Four CTAs, two at a time: MUFU does the same work, and the start of a CTA runs under the work of another."""
+    busy = []
+
+    async def exponentials(wg, tile):
+        await wg.store_shared(tile, np.full((16, 8), wg.sm.slot))
+        busy.append(wg.sm.slot)
+        await wg.spend("exp", mufu=16 * 640.0)
+
+    def build(sm):
+        sm.role("wg", exponentials, sm.shared("tile", (16, 8), "f32"))
+
+    machine = HOPPER.with_(jitter=0.0)
+    one, two = (launch(build, [()] * 4, machine=machine, ctas_per_sm=n) for n in (1, 2))
+    assert one.busy == two.busy and one.busy["mufu"] == 4 * 640
+    work = 4 * 640 / machine.math_efficiency
+    assert one.cycles > work + 4 * machine.launch_latency
+    assert work + machine.launch_latency < two.cycles < one.cycles - machine.launch_latency
+    assert busy[:4] == [0] * 4 and sorted(busy[4:]) == [0, 0, 1, 1]
+    assert two.timeline.lanes[:2] == ["wg", "wg of CTA slot 1"]
+    assert len(two.cta_ends) == 4 and two.cta_ends[-1] == two.cycles
+
+
+def test_a_cta_that_hangs_beside_a_good_one_is_found():
+    async def role(wg, bar, hangs):
+        if hangs:
+            await bar.wait(0)
+
+    def build(sm, hangs):
+        sm.role("wg", role, sm.mbarrier("bar", 1, by=("wg",)), hangs)
+
+    with pytest.raises(Fault, match=r"wg waits for bar\.wait"):
+        launch(build, [(False,), (True,), (False,), (False,)], ctas_per_sm=2)
+    with pytest.raises(Fault, match="ctas_per_sm = 0 must be at least 1"):
+        launch(build, [(False,)], ctas_per_sm=0)
+
+
+@pytest.mark.parametrize(
+    "threads, registers, smem, ctas",
+    [
+        (128, 122, 41_984, 4),  # registers come in eights: 128 x 128 x 4 is the whole file
+        (128, 163, 82_944, 2),  # 2 x (82,944 + 1024) fit into 228 KB, 3 do not
+        (384, 168, 82_944, 1),
+        (1024, 24, 1024, 2),  # threads
+        (128, 24, 232_449, 0),  # more than a CTA may use
+    ],
+)
+def test_how_many_ctas_share_an_sm(threads, registers, smem, ctas):
+    assert HOPPER.resident_ctas(threads, registers, smem) == ctas
 
 
 def test_the_tensor_core_takes_the_time_of_its_flops():
@@ -182,5 +234,5 @@ def test_timeline_lanes_of_units_add_up():
     report = gallery.run(gallery.problem(2))
     for unit, busy in report.busy.items():
         events = sorted((e["start"], e["end"]) for e in report.timeline.events if e["lane"] == unit)
-        assert sum(end - start for start, end in events) == pytest.approx(busy)
+        assert sum(end - start for start, end in events) * HOPPER.efficiency(unit) == pytest.approx(busy)
         assert all(b[0] >= a[1] - 1e-6 for a, b in itertools.pairwise(events)), f"{unit} does two things at once"

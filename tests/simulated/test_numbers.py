@@ -59,6 +59,16 @@ def test_against_fp64(number, shape, dtype):
     assert (result.out.transpose(0, 2, 1, 3)[empty] == 0).all()
 
 
+@pytest.mark.parametrize("number", ["3", "4"])
+def test_ctas_that_share_an_sm_give_the_same_bits_sooner(number):
+    q, k, v = draw(3, 1, 256, 300, 2, 1, 64)
+    resident = simulated.rung(number).resident_ctas(simulated.configuration(number, 64, True))
+    assert resident > 1
+    alone, shared = (simulated.simulate(number, q, k, v, True, ctas_per_sm=n) for n in (1, resident))
+    assert np.array_equal(alone.out, shared.out) and np.array_equal(alone.lse, shared.lse)
+    assert shared.report.cycles < alone.report.cycles and shared.report.flops == alone.report.flops
+
+
 @pytest.mark.parametrize("number", ["10", "11"])
 @pytest.mark.parametrize("shape", [(1, 200, 330, 2, 1, 64, True), (1, 140, 290, 1, 1, 128, False)], ids=str)
 def test_fp8_against_fp64_of_what_it_was_given(number, shape):

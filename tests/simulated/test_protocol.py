@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa3_course import rungs, simulated
-from fa3_course.simulated import rung03, rung04, rung05, rung06, rung07, rung07b, rung08, rung10
+from fa3_course.simulated import parts, rung03, rung04, rung05, rung06, rung07, rung07b, rung08, rung10
 from fa3_lib.config import ForwardConfig, forward_config
 from fa3_lib.reference import attention
-from hopper_sim import HOPPER, Fault, Kind, patched
+from hopper_sim import HOPPER, Fault, Kind, launch, patched
 
 WILD = HOPPER.with_(jitter=1.0)
 
@@ -36,7 +36,56 @@ def test_the_dsl_rung_is_compiled_from_the_same_configuration(number):
 
 
 def test_the_library_is_rung_8():
-    assert simulated.configuration("8", 128, True) == forward_config(128, 128, True)
+    for seqlen_q in (None, 1024, 4096):
+        for d in (64, 128, 256):
+            assert simulated.configuration("8", d, True, seqlen_q) == forward_config(d, d, True, seqlen_q)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_registers_of_rung_3_are_those_of_its_machine_code(head_dim):
+    pytest.importorskip("cutlass", reason="the rungs' files import the DSL")
+    from fa3_course import sass
+
+    module, rung = rungs.find("3").module(), simulated.rung("3")
+    config = module.make_config(head_dim, False)
+    (report,) = sass.compile_report(lambda options: module.compile_rung(config, torch.bfloat16, options))
+    assert rung.resident_ctas(config) == HOPPER.resident_ctas(128, report.registers, report.smem) > 1
+
+
+@given(m_blocks=st.integers(1, 40), sequences=st.integers(1, 12), ctas=st.integers(1, 140), causal=st.booleans())
+def test_the_walk_visits_every_tile_once_and_pairs_are_equally_long(m_blocks, sequences, ctas, causal):
+    walks = [parts.walk(m_blocks, sequences, causal, cta, ctas) for cta in range(ctas)]
+    visited = [tile for tiles in walks for tile in tiles]
+    assert sorted(visited) == [(m, s) for m in range(m_blocks) for s in range(sequences)]
+    if causal:
+        for tiles in walks:
+            for i, (m, sequence) in enumerate(tiles):
+                mirror = (m_blocks - 1 - m, sequence)
+                assert mirror == (m, sequence) or mirror in tiles[max(i - 1, 0) : i + 2]
+    units = [len({(min(m, m_blocks - 1 - m) if causal else m, s) for m, s in tiles}) for tiles in walks]
+    assert max(units) - min(units) <= 1
+
+
+@pytest.mark.parametrize("own_output", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_persistent_ctas_share_the_work(own_output, causal):
+    """Three CTAs of rung 8 at once: every tile written once, the numbers of one CTA alone, and Q's count is the configuration's."""
+    config = simulated.configuration("8", 64, causal, tile_m=128, tile_n=32, own_output=own_output)
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((2, s, 2, 64)) for s in (330, 200, 200))
+    alone = simulated.simulate("8", q, k, v, causal, config=config)
+    p = simulated.make_problem("8", q, k, v, causal, config=config)
+    launch(rung08.build, [(p, *p.walk(cta, 3)) for cta in range(3)], (p.out, p.lse), HOPPER, seed=1, ctas_per_sm=3)
+    assert np.array_equal(p.out.numpy(), alone.out) and np.array_equal(p.lse.numpy(), alone.lse)
+
+    release = "t.q_empty[me].arrive(parts.WARPS)" if own_output else "t.q_empty[me].arrive()"
+    overtakes = {Kind.TOO_MANY_ARRIVALS, Kind.OVERWRITE_BEFORE_FREE}  # whichever comes first
+    for broken, kinds in (("pass", {Kind.DEADLOCK}), (f"{release}, {release}", overtakes)):
+        namespace = dict(vars(rung08), consumer=patched(rung08.consumer, release, broken))
+        build = type(rung08.build)(rung08.build.__code__, namespace)
+        with pytest.raises(Fault) as verdict:
+            simulated.simulate("8", q, k, v, causal, config=config, build=build)
+        assert verdict.value.kind in kinds, str(verdict.value)
 
 
 # --- wrong counts in the configuration ------------------------------------------------------------------------------------
@@ -128,7 +177,8 @@ WRONG_LINES = [
     ("7", rung07, "attend", "        if i > 0:\n            await wg.wait_group(0)\n            t.v_empty", "        if i > 0:\n            t.v_empty", Kind.OPERAND_IN_FLIGHT),
     ("7", rung07, "load_blocks", "parts.load_k(warp, p, t, tile, blocks[i], slot)", "parts.load_k(warp, p, t, tile, blocks[i], 0)", Kind.OVERWRITE_BEFORE_FREE),
     ("7b", rung07b, "refill", "await empty[i % stages].wait(i // stages % 2 ^ 1)", "pass", Kind.OVERWRITE_BEFORE_FREE),
-    ("8", rung08, "consumer", "t.q_empty[me].arrive()", "pass", Kind.DEADLOCK),
+    ("8", rung08, "load_kv", "await t.k_empty[slot].wait(phase ^ 1)", "pass", Kind.OVERWRITE_BEFORE_FREE),
+    ("8", rung08, "consumer", "await wg.wait_store(0)  # shared memory", "pass  # shared memory", Kind.RETURNED_EARLY),
     ("8", rung08, "consumer", "for number, tile in enumerate(work)", "for number, tile in enumerate(work[1:])", Kind.ROLES_DISAGREE),
     ("8", rung08, "consumer", "await t.q_full[me].wait(number % 2)", "await t.q_full[me].wait(0)", Kind.WRONG_PHASE),
     ("10", rung10, "consumer", "t.v[last_slot].T", "t.v[last_slot]", Kind.NOT_K_MAJOR),
@@ -164,6 +214,8 @@ def test_any_configuration_is_clean_and_right(data):
     changes = {"tile_m": 64 * consumers, "tile_n": 16 * data.draw(st.integers(1, 4), label="tile_n / 16")}
     if number != "3":
         changes["stages"] = data.draw(st.integers(1, 4), label="stages")
+    if number == "8":
+        changes["own_output"] = data.draw(st.booleans(), label="own output")
     config = replace(simulated.configuration(number, d, causal), **changes)
     if config.accumulator_registers + 24 > config.consumer_registers:
         return

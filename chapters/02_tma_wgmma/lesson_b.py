@@ -658,6 +658,11 @@ else:
 # The simulated bars are bounds of a kind: they know the waits of the protocol, and one CTA per SM. They know nothing of power (a card that works lowers its clock),
 # of L2 shared by all SMs, or of the instructions around softmax. Rung 3 on a card may be *above* its bar, because two of its CTAs share an SM; rung 5 is below.
 #
+# Two surprises of the stored rows are worth a thought. **Rung 3 is no faster than rung 2 at head dim 128:** Triton's compiler emits WGMMA too (chapter 1 showed it) and
+# fetches the next tile while it computes; rung 3 has the new instructions, and waits for each. Instructions alone are not the idea; rungs 4 and 5 are. **At head dim 64
+# rungs 3 and 4 are faster than rung 5:** there softmax costs as much time as the products, several small CTAs per SM hide each other's waits, and rung 5's one CTA with two
+# consumers has nobody else to hand the tensor cores to. Three consumers and turns mend that in chapter 3.
+#
 # What is missing to the tensor cores' peak is in the picture of section 6: the consumers meet. Chapter 3 makes them take turns.
 #
 # > **You may read:** *FA3 uses one or two consumer warpgroups.*

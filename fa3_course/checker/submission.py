@@ -97,7 +97,12 @@ def from_file(exercise: Exercise, path: Path | None = None) -> Submission:
     if lacking:
         raise Refused(f"{path.name} has no function {', '.join(lacking)}; keep the stub's names")
     functions = tuple(getattr(module, name) for name in exercise.functions)
-    return Submission(functions, files, f"{exercise.room}/{path.name}", not _untouched(exercise, text))
+    return Submission(
+        functions,
+        files,
+        f"{exercise.folder.parent.name}/{exercise.folder.name}/{exercise.room}/{path.name}",
+        not _untouched(exercise, text),
+    )
 
 
 def from_functions(exercise: Exercise, functions: tuple[Callable, ...]) -> Submission:

@@ -112,7 +112,7 @@ def test_functions_of_a_cell_and_the_file_behind_an_untouched_one(chapter, capsy
     assert check("01.1", cell(exercise.solution)).origin == "this notebook"
     assert answer("01.1")(np.zeros((1, 2))).tolist() == [[0.5, 0.5]]
     workspace.catch_up("01.2")
-    assert check("01.1", cell(exercise.stub)).origin == f"exercises/{exercise.file}"
+    assert check("01.1", cell(exercise.stub)).origin.endswith(f"01_online_softmax/exercises/{exercise.file}")
     wrong = cell(exercise.solution.replace("np.exp(", "np.exp2("))
     assert check("01.1", wrong).state == "failed", "a cell that was worked on is checked itself"
     with pytest.raises(TypeError, match=r'check\("01.1", softmax\)'):

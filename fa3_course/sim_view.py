@@ -31,7 +31,7 @@ def picture(
             without ping_pong that is rung 7b, which has no producer warp either.
 
     Returns:
-        the picture as PNG bytes and a line of text: cycles and tensor-core share. When the kernel cannot
+        the picture as PNG bytes and a line of text: cycles and the tensor core's share of its peak. When the kernel cannot
         be built, a picture of the refusal.
     """
     number = KERNELS[ping_pong, overlap]
@@ -44,7 +44,7 @@ def picture(
     except (ValueError, Fault) as refusal:
         return _refusal(str(refusal)), "refused"
     share, title = report.share("tensor core"), simulated.rung(number).title
-    words = f"rung {number}, {title}: {report.cycles:.0f} cycles for {BLOCKS} key blocks, tensor core busy {share:.0%}"
+    words = f"rung {number}, {title}: {report.cycles:.0f} cycles for {BLOCKS} key blocks, tensor core at {share:.0%} of its peak"
     return _png(timeline.draw(timeline.from_dict(report.timeline.as_dict()), words)), words
 
 

@@ -3,78 +3,20 @@
 import inspect
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from hopper_sim import diagnosis, formats
 from hopper_sim.barriers import Mbarrier, NamedBarrier
-from hopper_sim.clock import Clock, Unit
 from hopper_sim.faults import Fault, Kind, Suspended, here, misuse
+from hopper_sim.hardware import Hardware, Report
 from hopper_sim.machine import HOPPER, Machine
 from hopper_sim.memory import Access, GlobalTensor, SharedMemory, SharedTile
 from hopper_sim.role import Role
-from hopper_sim.timeline import Timeline
 from hopper_sim.waiting import Waiting
 
 WARPGROUP = 128
 MAX_CYCLES = 1e9  # of a launch: a kernel that still runs is taken for one that never ends
-UNITS = ("tensor core", "mufu", "fma", "alu", "issue", "shared memory", "TMA")
-
-
-@dataclass
-class Report:
-    """What a clean run tells.
-
-    Attributes:
-        cycles: from the start of the first CTA to the end of the last, launch latency included.
-        busy: cycles served per unit. flops: of all WGMMAs. cta_ends: when each CTA ended.
-        timeline: events per role and per unit, in cycles.
-    """
-
-    cycles: float = 0.0
-    flops: float = 0.0
-    busy: dict[str, float] = field(default_factory=dict)
-    timeline: Timeline = field(default_factory=Timeline)
-    cta_ends: list[float] = field(default_factory=list)
-
-    def share(self, unit: str) -> float:
-        """The fraction of the time that a unit was busy."""
-        if unit not in self.busy:
-            raise misuse(f"unknown unit {unit!r}: use one of {', '.join(UNITS)}")
-        return self.busy[unit] / self.cycles if self.cycles else 0.0
-
-    @property
-    def bound(self) -> str:
-        """The busiest unit: with perfect overlap, the time could not be shorter than its work."""
-        return max(self.busy, key=self.busy.__getitem__)
-
-
-class Hardware:
-    """What the CTAs of an SM share: its time and its units."""
-
-    def __init__(self, machine: Machine, seed: int):
-        self.machine = machine.validate()
-        self.clock = Clock(seed, machine.jitter)
-        self.timeline = Timeline()
-        self.lanes: dict[str, None] = {}  # of roles, in the order of their declaration
-        self.flops = 0.0  # of all WGMMAs
-        self.units = {
-            unit: Unit(
-                self.clock,
-                unit,
-                None if unit == "tensor core" else machine.quantum,
-                self.timeline.add,
-                machine.efficiency(unit),
-            )
-            for unit in UNITS
-        }
-
-    def report(self, ends: list[float]) -> Report:
-        """What a clean run of CTAs that ended at these times tells."""
-        self.timeline.lanes = [*self.lanes, *UNITS, "TMA in flight"]
-        busy = {name: unit.busy for name, unit in self.units.items()}
-        return Report(self.clock.now, self.flops, busy, self.timeline, ends)
 
 
 class RegisterPool:

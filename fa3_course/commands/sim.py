@@ -40,7 +40,7 @@ def sim(
     changes = {name: value for name, value in (("stages", stages), ("tile_n", tile_n)) if value is not None}
     keys, kv = seqlen_k or seqlen, kv_heads or heads
     try:
-        config = simulated.configuration(rung, d, causal, **changes)
+        config = simulated.configuration(rung, d, causal, seqlen, **changes)
         machine = HOPPER if tma_latency is None else HOPPER.with_(tma_latency=tma_latency)
         pairs = batch * heads * sum(config.key_blocks(m, seqlen, keys) for m in range(-(-seqlen // config.tile_m)))
         if pairs > MOST_BLOCKS:
@@ -94,7 +94,7 @@ def _summary(rung, problem, result, inputs, d, causal, seqlen, machine) -> dict:
     truth = attention(*(torch.from_numpy(np.asarray(x, dtype=np.float64)) for x in inputs), causal=causal)[0].numpy()
     report, c = result.report, problem.config
     # the same configuration as the library's: a prediction for the whole card; with --stages or --tile-n, the run speaks alone
-    standard = c == simulated.configuration(rung, d, causal)
+    standard = c == simulated.configuration(rung, d, causal, seqlen)
     card = predict.predict(rung, d, causal, max(seqlen, c.tile_m), machine=machine) if standard else None
     return {
         "rung": rung,
@@ -106,6 +106,7 @@ def _summary(rung, problem, result, inputs, d, causal, seqlen, machine) -> dict:
         "largest_error": float(np.abs(result.out - truth).max()),
         "cycles": report.cycles,
         "ctas": len(report.cta_ends),
+        "resident_ctas": simulated.rung(rung).resident_ctas(c, machine),
         "busy": {unit: round(report.share(unit), 4) for unit in report.busy},
         "bound": card.bound if card else report.bound,
         "predicted_tflops": card.tflops if card else None,
@@ -125,10 +126,10 @@ def _print(s: dict, written: dict) -> None:
     print("verdict    clean: no deadlock, no race, every element written once")
     print(f"time       {s['cycles']:.0f} cycles for {s['ctas']} CTA(s), one after the other on one SM")
     busiest = sorted(s["busy"].items(), key=lambda item: -item[1])[:4]
-    print(f"busy       {', '.join(f'{unit} {share:.0%}' for unit, share in busiest)}")
+    print(f"units      {', '.join(f'{unit} {share:.0%}' for unit, share in busiest)} of their full rates")
     if s["predicted_tflops"] is not None:
         print(
-            f"predicted  {s['predicted_tflops']:.0f} TFLOP/s on {s['sms']} SMs at {s['clock_ghz']} GHz, 16k tokens in sequences of {s['seqlen']}, hidden size 2048"
+            f"predicted  {s['predicted_tflops']:.0f} TFLOP/s on {s['sms']} SMs at {s['clock_ghz']} GHz, {s['resident_ctas']} CTA(s) on each, 16k tokens in sequences of {s['seqlen']}, hidden size 2048"
         )
         print(f"bound      {s['bound']}: {s['cap_tflops']:.0f} TFLOP/s if it never stood still")
     else:
@@ -155,7 +156,7 @@ def _write(
         import matplotlib
 
         matplotlib.use("Agg")
-        title = f"Rung {rung}, {summary['title']}: tensor core busy {summary['busy']['tensor core']:.0%} of the time"
+        title = f"Rung {rung}, {summary['title']}: tensor core at {summary['busy']['tensor core']:.0%} of its peak"
         timelines.draw(first, title).savefig(plot)
         written["plot"] = str(plot)
     if json_path:

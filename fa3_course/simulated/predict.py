@@ -156,8 +156,13 @@ def table(run: results.Run | None) -> str:
     for c in found:
         mhz = f"{c.row.sm_mhz:.0f}" if c.row.sm_mhz else f"{c.prediction.clock_ghz * 1000:.0f} (assumed)"
         lines.append(f"| {c.rung} | {c.row.shape} | {mhz} | {c.row.tflops:.0f} | {c.prediction.tflops:.0f} | {c.ratio:.2f} | {c.prediction.bound} |")  # fmt: skip
-    errors = sorted(abs(c.ratio - 1) for c in found)
-    lines.append(
-        f"\n{len(found)} rows of {run.gpu}, {run.date}: the prediction is off by {errors[len(errors) // 2]:.0%} in the median, {errors[-1]:.0%} at worst."
-    )
+    for what, chosen in (
+        *((f"rung {number}", [c for c in found if c.rung == number]) for number in simulated.RUNGS),
+        (f"all rows of {run.gpu}, {run.date}", found),
+    ):
+        if chosen:
+            errors, ratios = [abs(c.ratio - 1) for c in chosen], [c.ratio for c in chosen]
+            lines.append(
+                f"\n{what}: {len(chosen)} rows, predicted / measured {np.median(ratios):.2f} in the median ({min(ratios):.2f} to {max(ratios):.2f}), off by {np.median(errors):.0%} in the median, {max(errors):.0%} at worst"
+            )
     return "\n".join(lines)

@@ -209,7 +209,7 @@ def test_the_view_has_a_picture_and_knobs():
     assert base64.b64decode(picture["image/png"]).startswith(b"\x89PNG")
 
     view = sim_view.Explorer(head_dim=64)
-    assert view.words.startswith("rung 6") and "tensor core busy" in view.words
+    assert view.words.startswith("rung 6") and "of its peak" in view.words
     named = {knob.description: knob for column in view.knobs().children for knob in column.children}
     before = view.image
     named["ping-pong"].value = False

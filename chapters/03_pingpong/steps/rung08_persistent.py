@@ -220,9 +220,8 @@ class Attention:
     def load_kv(self, K, V, sK, sV, pipe_K, pipe_V, mQ, rounds):
         """Warp 0. Every copy is started by one elected thread; its bytes complete the barrier it names."""
         cfg, mK, mV = self.config, K.tensor, V.tensor
-        state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Producer, cfg.stages
-        )  # goes on from tile to tile
+        # the rings go on from tile to tile
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, cfg.stages)
         for r in cutlass.range(rounds, unroll=1):
             m_block, head, batch = self.tile_of_round(r, mQ)
             if m_block >= 0:
@@ -280,8 +279,8 @@ class Attention:
                 n_unmasked = cfg.unmasked_key_blocks(m_block, mO.shape[0], seqlen_k, cutlass.min, cutlass.max)
                 row_tile = m_block * cfg.consumer_warpgroups + consumer
                 cute.arch.mbarrier_wait(q_full, visited & 1)
-                # a counter that a tile loop carries lives in a vector register, and WGMMA's descriptors want uniform ones:
-                # make_warp_uniform once per tile, or an R2UR for every HGMMA
+                # a counter that a tile loop carries lives in a vector register; WGMMA's descriptors want uniform ones.
+                # make_warp_uniform once per tile saves an R2UR or two for every HGMMA (d192, d256)
                 acc_O, row_max, row_sum = self.attend(
                     mma_pv, sQ, sK, sV, q_empty, pipe_K, pipe_V, thread, consumer, row_tile * WGMMA_M, mO.shape[0],
                     seqlen_k, n_blocks, n_unmasked, cute.arch.make_warp_uniform(done), scale_log2,
@@ -300,7 +299,10 @@ class Attention:
         self, mma_pv, sQ, sK, sV, q_empty, pipe_K, pipe_V,
         thread, consumer, first_row, seqlen_q, seqlen_k, n_blocks, n_unmasked, done, scale_log2,
     ):  # fmt: skip
-        """One tile of one consumer warpgroup, after `done` key blocks of earlier tiles; returns acc_O, row_max, row_sum, not yet normalised."""
+        """One tile of one consumer warpgroup, `done` key blocks into the rings.
+
+        Returns acc_O, row_max, row_sum, not yet normalised.
+        """
         cfg = self.config
         mmas_qk = (self.make_mma_qk(accumulate=False), self.make_mma_qk(accumulate=True))
         thr_qk, thr_pv = mmas_qk[0].get_slice(thread), mma_pv.get_slice(thread)

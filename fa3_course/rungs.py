@@ -209,6 +209,18 @@ RUNGS = (
     Rung("lib", "fa3_lib", 0, "the finished kernel", "fa3_lib/interface.py", "torch"),
 )
 
+# Compiled, and simulated, but never run on a card: no command runs them until `pytest -m gpu tests/chapters` has passed there
+# and they have moved into RUNGS.
+UNPROVEN = tuple(
+    f"chapters/03_pingpong/steps/{name}.py"
+    for name in (
+        "rung06_pingpong",
+        "rung07_overlap",
+        "rung07b_overlap_no_warp_specialisation",
+        "rung08_persistent",
+    )
+)
+
 
 def find(number: str) -> Rung:
     """The rung with this number ("2", "7b", "lib"; "02" works too).

@@ -11,7 +11,8 @@ from fa3_lib import reference
 
 def test_every_rung_file_is_registered_under_its_own_number():
     files = {p.relative_to(paths.checkout()).as_posix() for p in paths.checkout().glob("chapters/*/steps/rung*.py")}
-    assert files == {r.file for r in rungs.RUNGS if r.number != "lib"}
+    registered = {r.file for r in rungs.RUNGS if r.number != "lib"}
+    assert files == registered | set(rungs.UNPROVEN) and not registered & set(rungs.UNPROVEN)
     for rung in rungs.RUNGS:
         if rung.number != "lib":
             source = (paths.checkout() / rung.file).read_text()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa3_course import paths, rungs
+from fa3_course import layouts, paths, rungs
 from fa3_lib import reference
 from hopper_sim import formats
 
@@ -170,7 +170,7 @@ def test_emulation_gives_what_the_card_gave(row, seed):
     measured = dict(zip(MEASURED["keys"], row["output"], strict=True))
     for keys in (1024, 4096, 16384, 32768):
         # 64 rows of random logits: their mean moves by about 0.005 between draws
-        assert mean_answer(row["q_k_std"], keys, seed).mean() == pytest.approx(measured[keys], abs=0.025)
+        assert mean_answer(row["q_k_std"], keys, seed).mean() == pytest.approx(measured[keys], abs=0.02)
 
 
 @seeded
@@ -309,14 +309,15 @@ def test_factors_are_undone_where_they_belong(shape, scales):
 def test_offset_leaves_lse_and_saves_small_probabilities(seed):
     q, k, v = draw(seed, 1, 64, 600, 1, 1, 64, 64)
     q = 4 * q
-    want, _ = truth(q, k, v)
+    want, want_lse = truth(q, k, v)
     errors, lses = [], []
     for offset in (0.0, 8.0):
         recipe = fp8.Recipe(q=None, k=None, v=None, qk_bits=None, pv_bits=None, offset=offset)
         out, lse = fp8.attention(q, k, v, recipe=recipe)
         errors.append(np.sqrt(((out - want) ** 2).mean()))
         lses.append(lse)
-    np.testing.assert_allclose(lses[0], lses[1], atol=1e-5)
+    for lse in lses:  # from P before it is rounded
+        np.testing.assert_allclose(lse, want_lse, atol=2e-5)
     assert errors[1] < errors[0]
 
 
@@ -368,6 +369,9 @@ def test_errors_have_the_size_of_the_papers_table_3(seed):
 def test_keys_in_this_order_need_no_exchange_of_p(seed):
     order = fp8.key_order()
     assert sorted(order) == list(range(32))
+    for lane in range(4):  # row 0 of an accumulator, as chapter 2 draws it
+        owner, _ = layouts.accumulator_owner(0, np.arange(32))
+        np.testing.assert_array_equal(fp8.accumulator_columns(lane), np.flatnonzero(owner == lane))
     column = np.arange(32)
     j, lane, e = column // 8, column % 8 // 2, column % 2
     np.testing.assert_array_equal(order[16 * (j // 2) + 4 * lane + 2 * (j % 2) + e], column)

@@ -288,7 +288,7 @@ def attention(
     """
     recipe.validate()
     (b, sq, h, d), (_, sk, hk, _) = q.shape, k.shape
-    if k.shape[:1] + k.shape[3:] != (b, d) or v.shape[:3] != (b, sk, hk) or hk < 1 or h % hk:
+    if k.shape[:1] + k.shape[3:] != (b, d) or v.shape[:3] != (b, sk, hk) or d < 1 or hk < 1 or h % hk:
         raise ValueError(f"shapes do not fit: q {q.shape}, k {k.shape}, v {v.shape}")
     if recipe.rotation is not None:
         q, k = (rotate(np.asarray(x, np.float64), recipe.rotation) for x in (q, k))

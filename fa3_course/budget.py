@@ -118,7 +118,8 @@ def draw(axes: Sequence, budgets: Mapping[str, Budget]) -> None:
         ax.set_ylim(len(parts) - 0.4, -0.6)
         ax.set_title(title, fontsize=10.5)
         ax.grid(axis="y", visible=False)
-        ax.legend(fontsize=8.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12), columnspacing=0.9)
+        side = "left" if ax is axes[0] else "right"
+        ax.figure.legend(*ax.get_legend_handles_labels(), fontsize=9, ncols=3, loc=f"outside lower {side}")
 
 
 def _registers(budgets: Mapping[str, Budget]) -> tuple[list[Mapping[str, int]], list[int]]:

@@ -191,7 +191,8 @@ plt.show()
 
 # %% [markdown]
 # At head dim 128, exponentials cost half as much as the products; at 64, as much. If the two took turns strictly, the bars on the right would be the limit.
-# But they are different units, and *can* work at the same time: nothing stands in the way but the schedule. At d 64 even a perfect schedule has no reserve, since two units
+# But they are different units, and *can* work at the same time: nothing stands in the way but the schedule. At d 64 even a perfect schedule has no reserve,
+# since two units
 # would have to be full at once.
 #
 # These are rates from the CUDA guide. On a card you can measure them: a kernel that does nothing but exponentials, against a product of big matrices.
@@ -236,7 +237,8 @@ print(f"from the rates: {even / 128:.2f}")
 # * then they change roles, every time.
 #
 # The hardware has the tool: **named barriers**. A CTA has 16, each with a number of threads. `bar.sync` arrives and waits, `bar.arrive` arrives and goes
-# on; when the number is reached the barrier opens, and is then as new. We take one per consumer, "it is your turn": its owner waits there with 128 threads, and the consumer
+# on; when the number is reached the barrier opens, and is then as new. We take one per consumer, "it is your turn": its owner waits there with 128 threads, and
+# the consumer
 # before it arrives there with its 128, so the number is 256.
 
 # %%
@@ -248,40 +250,49 @@ fig, (ax,) = plots.figure(height=2.1)
 layouts.draw_protocol(ax, edges, width=0.29)
 ax.set_title("Rung 6: two named barriers")
 plt.show()
-display(lesson_views.source(rung06.consumer))
 
 # %% [markdown]
-# A turn is PV of one block and QK of the next, issued in one go, so that a whole softmax lies between two turns. How busy will the tensor
-# cores be?
-
-# %%
-guess = None  # percent of the time that the tensor cores work in rung 6
-
-# %%
-reports = {n: simulate(n, 24) for n in ("5", "6")}
-print(f"rung 5: tensor cores work {reports['5'].share('tensor core'):.0%} of the time")
-reveal("rung 6", guess, 100 * reports["6"].share("tensor core"), "%")
-show("6", reports["6"])
-
-# %% [markdown]
-# There it is. Point at a softmax of the blue warpgroup: next to it, in the row of the tensor cores, lie the orange one's products; and the other way round in the next turn.
-#
 # ### Write the turns yourself
 #
-# The protocol is in your hands: the cell below runs rung 6 with a changed consumer. Three questions decide whether it works: who starts, who passes to
-# whom, and how often. Write down which of these changes hang and which only change the speed; then add your own.
-
-# %%
-guess = None  # how many of the six changes below still give a clean run?
+# Below is a consumer whose products are already in the right order: PV of one block and QK of the next are issued in one go, so that a whole softmax lies between two
+# issues. What is missing are the turns, three places A, B, C. You have `t.turns[i]`, the barrier of consumer i, with `await t.turns[i].sync()` to wait for
+# a turn and `t.turns[i].arrive()` to hand one over. Who starts? Who passes to whom? How often? The answer is in the cell after.
 
 
 # %%
-def verdict(number="6", blocks=6, **options):
-    """What the simulated SM says: cycles of a clean run, or the fault."""
-    try:
-        return f"clean, {simulate(number, blocks, **options).cycles:,.0f} cycles"
-    except Fault as fault:
-        return str(fault)
+async def my_consumer(wg, me, p, t, tile):
+    c, blocks = p.config, p.blocks(tile[0])
+    await wg.setmaxnreg(c.consumer_registers)
+    acc_S, acc_O = wg.registers("S", (64, c.tile_n)), wg.registers("O", (64, c.head_dim_v))
+    tOrP = wg.registers("P", (64, c.tile_n), p.q.dtype)
+    acc_O.write(0.0)
+    rows = parts.OnlineSoftmax(wg, p, tile[0], me, p.scale_log2)
+    # A: before the first turn
+    await t.q_full[0].wait(0)
+    for i in range(len(blocks) + 1):
+        slot, phase = i % c.stages, i // c.stages % 2
+        last_slot, last_phase = (i - 1) % c.stages, (i - 1) // c.stages % 2
+        # B: before the issue
+        if i > 0:
+            await t.v_full[last_slot].wait(last_phase)
+            wg.wgmma_fence()
+            wg.wgmma(acc_O, tOrP, t.v[last_slot], label="PV")
+            wg.commit()
+        if i < len(blocks):
+            await t.k_full[slot].wait(phase)
+            wg.wgmma_fence()
+            wg.wgmma(acc_S, t.q[me], t.k[slot].T, accumulate=False, label="QK")
+            wg.commit()
+        # C: after the issue
+        await wg.wait_group(0)
+        if i > 0:
+            t.v_empty[last_slot].arrive(parts.WARPS)
+        if i < len(blocks):
+            t.k_empty[slot].arrive(parts.WARPS)
+            weights, shrink = await rows.step(acc_S.read(), blocks[i])
+            tOrP.write(weights)
+            await parts.rescale(wg, acc_O, shrink)
+    await parts.epilogue(wg, p, parts.staging(p, t, me), tile, me, acc_O, rows)
 
 
 def with_consumer(consumer):
@@ -296,6 +307,42 @@ def with_consumer(consumer):
     return build
 
 
+def verdict(number="6", blocks=6, **options):
+    """What the simulated SM says: cycles of a clean run, or the fault."""
+    try:
+        return f"clean, {simulate(number, blocks, **options).cycles:,.0f} cycles"
+    except Fault as fault:
+        return str(fault)
+
+
+print("my_consumer:", verdict(build=with_consumer(my_consumer)))
+
+# %% [markdown]
+# That verdict is about turns that nobody takes. Here is rung 6's consumer, `mine` and `next_one` are the two barriers:
+
+# %%
+display(lesson_views.source(rung06.consumer))
+
+# %% [markdown]
+# How busy will the tensor cores be?
+
+# %%
+guess = None  # percent of the time that the tensor cores work in rung 6
+
+# %%
+reports = {n: simulate(n, 24) for n in ("5", "6")}
+print(f"rung 5: tensor cores work {reports['5'].share('tensor core'):.0%} of the time")
+reveal("rung 6", guess, 100 * reports["6"].share("tensor core"), "%")
+show("6", reports["6"])
+
+# %% [markdown]
+# There it is. Point at a softmax of the blue warpgroup: next to it, in the row of the tensor cores, lie the orange one's products; and the other way round in the
+# next turn. Now break it. Which of these changes hang, and which only change the speed?
+
+# %%
+guess = None  # how many of the six changes below still give a clean run?
+
+# %%
 PASS = "        next_one.arrive()\n"
 WAIT = "        await wg.wait_group(0)\n"
 CHANGES = {
@@ -316,10 +363,12 @@ print()
 reveal("clean", guess, clean, f"of {len(CHANGES)}")
 
 # %% [markdown]
-# * **Who starts.** Consumer 0 arrives once on its own barrier, before the loop. If nobody does, both wait for ever; if both do, the count of arrivals is wrong from then on.
+# * **Who starts.** Consumer 0 arrives once on its own barrier, before the loop. If nobody does, both wait for ever; if both do, the count of arrivals is wrong
+#   from then on.
 # * **Arrivals and waits pair up.** Every turn is one wait and one arrival. At the end one arrival is left over, at consumer 0: the state in which the next tile
 #   finds the barriers (section 9).
-# * **The turn is for issuing.** Tensor cores work in the order of issue, so the turn may be passed on while the products still run: the next consumer's products queue up behind
+# * **The turn is for issuing.** Tensor cores work in the order of issue, so the turn may be passed on while the products still run: the next consumer's
+#   products queue up behind
 #   them, and no gap appears between the two. The last line shows what holding on costs in the simulator, if anything.
 #
 # ## 4. The kernel, rung 6
@@ -367,8 +416,10 @@ reveal("three over two in rung 6, d 64", guess, speed["6"][1] / speed["6"][0], "
 #
 # ## 6. Overlap inside a warpgroup
 #
-# Ping-pong hides one warpgroup's softmax under *another's* products. Within a warpgroup QK, softmax, PV still follow one another, and every handover (the wait for a product, the maximum,
-# the conversion of P) is time in which the tensor cores depend on the other one alone. FA3's second idea: **issue QK of the next block before PV of this one, and start the next block's softmax when its QK is done
+# Ping-pong hides one warpgroup's softmax under *another's* products. Within a warpgroup QK, softmax, PV still follow one another, and every handover (the wait
+# for a product, the maximum,
+# the conversion of P) is time in which the tensor cores depend on the other one alone. FA3's second idea: **issue QK of the next block before PV of this one,
+# and start the next block's softmax when its QK is done
 # and PV still runs.** The loop gets three parts:
 #
 # | part | issued | waits for | then |
@@ -465,7 +516,8 @@ if HAS_CUTE:
     display(lesson_views.rung_diff(FILES["6"], FILES["7"]))
 
 # %% [markdown]
-# `HGMMA` and `MUFU.EX2` rose by half, because the loop's body stands three times in the code (first block, masked, unmasked) and no longer twice. The price is registers: P of one block lives beside S of the
+# `HGMMA` and `MUFU.EX2` rose by half, because the loop's body stands three times in the code (first block, masked, unmasked) and no longer twice. The price is
+# registers: P of one block lives beside S of the
 # next, and that is why FA3 needs `setmaxnreg` (chapter 2, sitting b). And the compiler has a say. Two entries of our notes (`bench/NOTES.md`), word for word:
 
 # %%
@@ -482,7 +534,8 @@ sim_view.explore(ping_pong=True, overlap=True)
 #
 # ## 7. The paper's ablation, and rung 7b
 #
-# FA3's paper measures its own two ideas by taking them out (fp16, head dim 128, 16k, full, H100): everything on; no overlap inside a warpgroup; no warp specialisation. The last one is our rung 7b:
+# FA3's paper measures its own two ideas by taking them out (fp16, head dim 128, 16k, full, H100): everything on; no overlap inside a warpgroup; no warp
+# specialisation. The last one is our rung 7b:
 # no producer and no turns; each warpgroup starts copies between its own products.
 
 # %%
@@ -520,18 +573,22 @@ if absent := [n for n in LABELS if n not in measured]:
 # Compare ratios: other cards, other clocks, other dtypes. Two remarks.
 #
 # * An ablation says what happens if you remove one thing *and change nothing else*. A kernel that was tuned for being without would lose less.
-# * The simulator does not know what 7b pays for besides waiting: registers that cannot be handed over (no `USETMAXREG` in the table above, more registers at launch) and the instructions of the
+# * The simulator does not know what 7b pays for besides waiting: registers that cannot be handed over (no `USETMAXREG` in the table above, more registers at
+#   launch) and the instructions of the
 #   copies in the middle of the schedule.
 #
 # ## 8. Three questions that readers of FA3 keep asking
 #
-# **Where is the ping-pong?** Not in a function of that name. It is a sync on my barrier before the issue of products, an arrival on the next one's barrier after it, and one arrival before the loop. The cell below
+# **Where is the ping-pong?** Not in a function of that name. It is a sync on my barrier before the issue of products, an arrival on the next one's barrier
+# after it, and one arrival before the loop. The cell below
 # lists the lines.
 #
-# **What do the two warpgroups compute?** The same thing for different query rows. Consumer 0 owns rows 0 to 63 of the tile, consumer 1 rows 64 to 127; each computes S, softmax, P and O of its rows against *all* keys. Nobody does "the
+# **What do the two warpgroups compute?** The same thing for different query rows. Consumer 0 owns rows 0 to 63 of the tile, consumer 1 rows 64 to 127; each
+# computes S, softmax, P and O of its rows against *all* keys. Nobody does "the
 # softmax" and nobody "the products". They share K and V in shared memory, and not one number of S, P or O. The cell lists what each one did in a simulated run.
 #
-# **Why two or three?** One leaves the tensor cores alone during its softmax (chapter 2). Two fill them if a softmax is shorter than the other's products. Three help where it is longer (head dim 64), as long as O is
+# **Why two or three?** One leaves the tensor cores alone during its softmax (chapter 2). Two fill them if a softmax is shorter than the other's products. Three
+# help where it is longer (head dim 64), as long as O is
 # narrow enough for 160 registers. Four would have about 120 each, and S of 128 keys takes 64 of those, its P 32. The cell prints the widest key block for each.
 
 # %%
@@ -550,7 +607,8 @@ for d in (64, 128, 256):
 # %% [markdown]
 # ## 9. Persistent: from tile to tile
 #
-# A CTA starts, sets up barriers, loads its first tiles, works, normalises, stores, ends; the next one starts. At 16k keys nobody notices. Predict: at 1k keys and head dim 128, which share of the time of a
+# A CTA starts, sets up barriers, loads its first tiles, works, normalises, stores, ends; the next one starts. At 16k keys nobody notices. Predict: at 1k keys
+# and head dim 128, which share of the time of a
 # query tile is start and end, in rung 7?
 
 # %%
@@ -578,13 +636,17 @@ for title in ("persistent ctas", "output memory of its own"):
 
 # %% [markdown]
 # In the picture, K and V of the second tile are on their way while the first tile's output leaves. What goes on across tiles is a count, and nothing may start anew: the
-# rings' slots and phases, and the turns (one arrival left over, always). A warp of its own loads Q, since Q waits for something else than K and V: for the moment at which its memory is free.
-# A card gained less from it than the curve on the left promises; part of that start was hidden before, and the simulator's cost of a CTA is an assumption.
+# rings' slots and phases, and the turns (one arrival left over, always). A warp of its own loads Q, since Q waits for something else than K and V: for the
+# moment at which its memory is free.
+# The notes are about several shapes of the library's kernel; at d 128 and 1k they add up to less than the curve on the left promises. What the simulator takes
+# for the start of a CTA is an assumption.
 #
 # ### Waves, and causal tiles of different length
 #
-# With 132 SMs, 133 equal tiles take as long as 264: the last *wave* is nearly empty. Under a causal mask tiles are not even equal: the last one of a head has all key blocks, the first has one. A persistent kernel needs a **plan**: which
-# CTA takes which tile in which round. A good plan gives every SM the same number of key blocks *and* lets CTAs that run at the same time share heads, so that K and V stay in L2. Five plans (`fa3_course/plans.py`, each a few lines):
+# With 132 SMs, 133 equal tiles take as long as 264: the last *wave* is nearly empty. Under a causal mask tiles are not even equal: the last one of a head has
+# all key blocks, the first has one. A persistent kernel needs a **plan**: which
+# CTA takes which tile in which round. A good plan gives every SM the same number of key blocks *and* lets CTAs that run at the same time share heads, so that K
+# and V stay in L2. Five plans (`fa3_course/plans.py`, each a few lines):
 #
 # 1. as they come: tile i to CTA i mod 132;
 # 2. sorted by length within sections of 4 heads, dealt in rounds, every other round backwards;
@@ -619,8 +681,10 @@ reveal("kept: plan", guess, 1 + list(plans.PLANS.values()).index(plans.mirror_pa
 display(Markdown(notes.find("tiles in pairs").quote()))
 
 # %% [markdown]
-# A model of ten lines would have saved us a measurement: sections look reasonable until you see where sections and rounds end. It also shows why *all heads sorted*, perfect in balance, fell apart at 1k:
-# the tiles that run together belong to as many heads as there are SMs, so every K and V is fetched again in every round. Pairs lose a little balance, in the last round, and have
+# A model of ten lines would have saved us a measurement: sections look reasonable until you see where sections and rounds end. It also shows why *all heads
+# sorted*, perfect in balance, fell apart at 1k:
+# the tiles that run together belong to as many heads as there are SMs, so every K and V is fetched again in every round. Pairs lose a little balance, in the
+# last round, and have
 # neighbours that share a head. The plan in the kernel:
 
 # %%
@@ -644,10 +708,14 @@ plt.show()
 for name, found in choices.items():
     if found.refusal:
         print(f"{name}: {found.words}")
+by_stages = [predicted("7", replace(TILES["d 64"], own_output=False, stages=s)) for s in (2, 4)]
+print(f"d 64, rung 7, simulated: four stages over two: {by_stages[1] / by_stages[0]:.2f} times")
 
 # %% [markdown]
-# The red line is the limit. At head dim 256 shared memory is full with 80 keys per block, and the output has to take Q's place. At head dim 64 three consumers' registers are full while half of the shared memory is
-# empty; a third stage would fit, and hides nothing more. And 192 rows at head dim 128, which FA3's authors call a close second, need P in shared memory instead of registers.
+# The red line is the limit. At head dim 256 shared memory is full with 80 keys per block, and the output has to take Q's place. At head dim 64 three consumers'
+# registers are full while half of the shared memory is
+# empty; four stages would fit, and the last line says what they bring. And 192 rows at head dim 128, which FA3's authors call a close second, need P in shared
+# memory instead of registers.
 #
 # ## 11. Reading a profile
 #
@@ -678,8 +746,10 @@ plt.show()
 # %% [markdown]
 # How to read it (XU is the MUFU; ncu counts the tensor pipe as active a little longer than its FLOP at full rate take):
 #
-# * **No unit is full.** At head dim 64 the tensor cores and the MUFU both work a bit more than half of the time. Near 100 % of one, we would know what to spare. Here the warps *queue for both*: first many want the one, then many the other.
-# * **Issue slots.** More than half are taken at d 64. Whoever proposes more instructions (a polynomial instead of the MUFU, a vote that saves a multiplication) pays in a coin that is half spent.
+# * **No unit is full.** At head dim 64 the tensor cores and the MUFU both work a bit more than half of the time. Near 100 % of one, we would know what to
+#   spare. Here the warps *queue for both*: first many want the one, then many the other.
+# * **Issue slots.** More than half are taken at d 64. Whoever proposes more instructions (a polynomial instead of the MUFU, a vote that saves a multiplication)
+#   pays in a coin that is half spent.
 # * **Eligible warps.** On average one warp per scheduler could issue in a cycle. That hides little latency: a chain of dependent instructions shows.
 # * **Clock.** At d 128 the tensor cores are busier and the clock is lower. Power is the next limit there.
 #
@@ -718,11 +788,13 @@ fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 plt.show()
 
 # %% [markdown]
-# A dot is one shape. An idea that was kept may have a lost dot, where a first version of it failed (causal tiles in pairs: the dot far on the left are the sections of section 9). Three ideas deserve a closer look.
+# A dot is one shape. An idea that was kept may have a lost dot, where a first version of it failed (causal tiles in pairs: the dot far on the left are the
+# sections of section 9). Three ideas deserve a closer look.
 #
 # ### Lazy rescale: work that is not there
 #
-# `O *= shrink` is needed when the row maximum grew. With a threshold one can keep the old maximum as long as the new one is not much larger: P may then be larger than 1, up to 2^8, and nothing is lost (FA4
+# `O *= shrink` is needed when the row maximum grew. With a threshold one can keep the old maximum as long as the new one is not much larger: P may then be
+# larger than 1, up to 2^8, and nothing is lost (FA4
 # does so on Blackwell). How often does the maximum grow at all?
 
 # %%
@@ -746,12 +818,14 @@ print(
 display(Markdown(notes.find("lazy rescale").quote()))
 
 # %% [markdown]
-# Nearly every rescale can go, and the kernel became *slower*. Nobody had waited for the multiplications; the vote and the branch cut a long stretch of code into
+# Nearly every rescale multiplies by 1, even without a threshold. All of them can go, and the kernel became *slower*. Nobody had waited for the multiplications;
+# the vote and the branch cut a long stretch of code into
 # pieces, and ptxas mixes instructions only within a piece. **Work saved is not time saved, unless somebody waited for that work.**
 #
 # ### Software exp2: a model of averages
 #
-# If the MUFU is the bottleneck at head dim 64, compute every n-th exponential with a polynomial on the FMA units, about 8 instructions each (FA4 does so on Blackwell). Below is the model that said "do it".
+# If the MUFU is the bottleneck at head dim 64, compute every n-th exponential with a polynomial on the FMA units, about 8 instructions each (FA4 does so on
+# Blackwell). Below is the model that said "do it".
 # The note above has what was measured.
 
 # %%
@@ -779,20 +853,24 @@ for title in ("two warps", "maximum of row 2"):
     display(Markdown(notes.find(title).quote()))
 
 # %% [markdown]
-# Accuracy is no obstacle, and the model has room: the blue line starts well below the red one. It measured a loss. Go back to the profile: issue slots are half spent *on average over all cycles*, and a consumer's
+# Accuracy is no obstacle, and the model has room: the blue line starts well below the red one. It measured a loss. Go back to the profile: issue slots are half
+# spent *on average over all cycles*, and a consumer's
 # exponentials come in a burst. A model of averages does not see bursts.
 #
 # ### Two more predictions
 #
-# The last two notes above are a pair. **Two warps for K and V** was predicted by the simulator and lost everywhere; we have not found out why. That is an honest state of a note, and an invitation. **The maximum of
-# row 2** held: each thread has two rows, and if both maxima come first and all exponentials after, the MUFU idles meanwhile; so mix them. It brought what was predicted where two consumers leave such gaps, and nothing where a third one fills
-# them. Read its last line, too: a trick that ties two rows together has a corner case, and the note names it.
+# The last two notes above are a pair. **Two warps for K and V** was predicted by the simulator and lost everywhere; we have not found out why. That is an
+# honest state of a note, and an invitation. **The maximum of
+# row 2** held: each thread has two rows, and if both maxima come first and all exponentials after, the MUFU idles meanwhile; so mix them. With two consumers (d
+# 128, 256) it brought more than half of what was predicted, and nothing where a third one fills
+# such gaps (d 64). Read its last line, too: a trick that ties two rows together has a corner case, and the note names it.
 #
 # ## 13. Where we stand
 #
 # > **You may read:** *FlashAttention-3 reaches up to 740 TFLOP/s.*
 # >
-# > **What is so:** that is the paper's headline (fp16). The best bar in the paper's own figures is 756: head dim 256, 16k, full (read from the chart). And a number without its card, clock, head dim and mask
+# > **What is so:** that is the paper's headline (fp16). The best bar in the paper's own figures is 756: head dim 256, 16k, full (read from the chart). And a
+# > number without its card, clock, head dim and mask
 # > says little: today's FA3, on the card of our stored run, has another.
 
 # %%
@@ -838,7 +916,8 @@ else:
 # %% [markdown]
 # ### The measured timeline
 #
-# Every picture with a time axis so far was simulated. A kernel can stamp the clock at the same points on the card, and the same reader draws it (`fa3_course/timeline.py`). Where stamps of a card are stored, they stand here,
+# Every picture with a time axis so far was simulated. A kernel can stamp the clock at the same points on the card, and the same reader draws it
+# (`fa3_course/timeline.py`). Where stamps of a card are stored, they stand here,
 # above the simulator's picture of the same tile:
 
 # %%
@@ -855,18 +934,21 @@ show("7", simulate("7", 12, CONFIGS["d64 192x128"]), "Simulated: rung 7, head di
 #
 # <details><summary><b>1.</b> Why is a turn "PV, then QK" in rung 6, and "QK, then PV" in rung 7?</summary>
 #
-# In rung 6 softmax(j) stands between QK(j) and PV(j), so the products that can be issued together are PV(j - 1) and QK(j), and both must be over before the turn's owner goes on. In rung 7 softmax(j) shall start as soon as possible: QK(j) goes first, and
+# In rung 6 softmax(j) stands between QK(j) and PV(j), so the products that can be issued together are PV(j - 1) and QK(j), and both must be over before the
+# turn's owner goes on. In rung 7 softmax(j) shall start as soon as possible: QK(j) goes first, and
 # PV(j - 1) runs while softmax works. The group that is waited for must be the older one.
 # </details>
 #
 # <details><summary><b>2.</b> You remove the turns from rung 7. Is the result wrong?</summary>
 #
-# No. Turns order the *issue*; correct numbers need only the rings' mbarriers and wait_group. FA3 itself takes no turns at head dim 256, where softmax is short against the products.
+# No. Turns order the *issue*; correct numbers need only the rings' mbarriers and wait_group. FA3 itself takes no turns at head dim 256, where softmax is short
+# against the products.
 # </details>
 #
 # <details><summary><b>3.</b> A colleague halves the number of rescales and asks why nothing gets faster. What do you look at first?</summary>
 #
-# Whether anybody waited for them: the timeline (which wait ends with the rescale?), then the profile (is FMA or issue near full?), then the machine code (did a branch cut the schedule in two?).
+# Whether anybody waited for them: the timeline (which wait ends with the rescale?), then the profile (is FMA or issue near full?), then the machine code (did a
+# branch cut the schedule in two?).
 # </details>
 #
 # ## Where to go
@@ -875,5 +957,6 @@ show("7", simulate("7", 12, CONFIGS["d64 192x128"]), "Simulated: rung 7, head di
 # * `fa3 sim 7 --d 64`, `fa3 sim 8`: other shapes without a GPU. `bench/NOTES.md`: the next prediction is yours.
 # * Chapter 4: 8-bit products take half the time, and exponentials do not. Everything in this chapter gets tighter.
 #
-# **Sources.** Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608) and its C++ source; the FlashAttention-4 source (CuTe DSL); NVIDIA, CUDA C++ programming guide (throughput of instructions) and PTX ISA
+# **Sources.** Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608) and its C++ source; the FlashAttention-4 source (CuTe DSL); NVIDIA, CUDA C++ programming
+# guide (throughput of instructions) and PTX ISA
 # (named barriers, wgmma.wait_group).

@@ -324,15 +324,15 @@ print("my_consumer:", verdict(build=with_consumer(my_consumer)))
 display(lesson_views.source(rung06.consumer))
 
 # %% [markdown]
-# How busy will the tensor cores be?
+# Which share of their peak will the tensor cores reach, start and end of the tile included?
 
 # %%
-guess = None  # percent of the time that the tensor cores work in rung 6
+guess = None  # percent of the tensor cores' peak in rung 6
 
 # %%
 reports = {n: simulate(n, 24) for n in ("5", "6")}
-print(f"rung 5: tensor cores work {reports['5'].share('tensor core'):.0%} of the time")
-reveal("rung 6", guess, 100 * reports["6"].share("tensor core"), "%")
+reveal("rung 5, simulated", None, 100 * reports["5"].share("tensor core"), "% of the peak")
+reveal("rung 6, simulated", guess, 100 * reports["6"].share("tensor core"), "% of the peak")
 show("6", reports["6"])
 
 # %% [markdown]
@@ -402,7 +402,8 @@ fig, (left, right) = plots.figure(2, height=3.4, widths=(1, 1.5))
 series = [(f"rung {n}", values, c) for (n, values), c in zip(speed.items(), (plots.ORANGE, plots.BLUE), strict=True)]
 plots.grouped_bars(left, [f"{n} consumers" for n in sizes], series)
 left.set(xlabel="TFLOP/s", title="Simulated, d 64")
-left.legend(loc="lower right")
+left.get_legend().remove()
+fig.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2)
 timeline.gantt(lines.cut(*(lines.span[1] * part for part in (0.45, 0.7))), right)
 right.set_title("Rung 6, three consumers, a part")
 plt.show()
@@ -413,6 +414,10 @@ reveal("three over two in rung 6, d 64", guess, speed["6"][1] / speed["6"][0], "
 # register file (section 10): three have 160 registers per thread, and O alone takes half the head dim of them.
 #
 # Three have a second advantage: 192 rows share each K and V tile, so less must come from L2.
+#
+# > **You may read:** *FA3 uses ping-pong between two warpgroups, or else overlap inside one.*
+# >
+# > **What is so:** its 16-bit kernels take turns with two warpgroups and with three, up to head dim 128, and do both at once. At head dim 256 they take no turns.
 #
 # ## 6. Overlap inside a warpgroup
 #
@@ -434,16 +439,19 @@ reveal("three over two in rung 6, d 64", guess, speed["6"][1] / speed["6"][0], "
 display(lesson_views.source(rung07.attend))
 
 # %% [markdown]
-# Two predictions: how busy are the tensor cores now; and of the four changes in the cell after, which are wrong, and which only slower?
+# Two predictions: which share of their peak do the tensor cores reach now; and of the four changes in the cell after, which are wrong, and which only slower?
 
 # %%
-guess = None  # percent of the time that the tensor cores work in rung 7
+guess = None  # percent of the tensor cores' peak in rung 7
 guess_clean = None  # how many of the four changes are clean
 
 # %%
 report = simulate("7", 24)
-reveal("tensor cores busy in rung 7", guess, 100 * report.share("tensor core"), "%")
+reveal("rung 7, simulated", guess, 100 * report.share("tensor core"), "% of the peak")
 show("7", report)
+print(
+    f"(The simulated tensor cores work at {HOPPER.tensor_efficiency:.0%} of their full rate, as ncu counts it on a card.)"
+)
 
 # %%
 STEP = "weights, shrink = await rows.step(acc_S.read(), blocks[i])"
@@ -523,14 +531,11 @@ if HAS_CUTE:
 # %%
 display(Markdown(notes.find("overlap and ping-pong").quote("Prediction", "Outcome", "Trap")))
 display(Markdown(notes.find("wait_group(0)").quote()))
-sim_view.explore(ping_pong=True, overlap=True)
 
 # %% [markdown]
 # The second note is a prediction of ours that failed. The picture says: softmax starts before PV is over, and the wait for PV comes after it. ptxas had moved that
 # wait up; we forced it down, to where the picture has it, and the kernel became slower. The picture has units and waits. The compiler also
 # mixes instructions of different kinds, and that was worth more.
-#
-# (On a live notebook, turn the knobs: ping-pong without overlap, overlap without ping-pong, a slower memory.)
 #
 # ## 7. The paper's ablation, and rung 7b
 #
@@ -568,9 +573,11 @@ plt.show()
 reveal("rung 7b over rung 7, simulated", guess, simulated_speed["7b"] / simulated_speed["7"])
 if absent := [n for n in LABELS if n not in measured]:
     print(f"no stored row yet of rung {', '.join(absent)}: `fa3 bench` on a Hopper stores some")
+sim_view.explore(ping_pong=False, overlap=True)
 
 # %% [markdown]
-# Compare ratios: other cards, other clocks, other dtypes. Two remarks.
+# Compare ratios: other cards, other clocks, other dtypes. (On a live notebook, turn the knobs: overlap without ping-pong is rung 7b, ping-pong without overlap rung 6;
+# try a slower memory.) Two remarks.
 #
 # * An ablation says what happens if you remove one thing *and change nothing else*. A kernel that was tuned for being without would lose less.
 # * The simulator does not know what 7b pays for besides waiting: registers that cannot be handed over (no `USETMAXREG` in the table above, more registers at
@@ -717,6 +724,11 @@ print(f"d 64, rung 7, simulated: four stages over two: {by_stages[1] / by_stages
 # empty; four stages would fit, and the last line says what they bring. And 192 rows at head dim 128, which FA3's authors call a close second, need P in shared
 # memory instead of registers.
 #
+# > **You may read:** *TMA frees registers, and that is why tiles could grow.*
+# >
+# > **What is so:** TMA frees the few registers that held addresses and data on their way. What limits a tile are the accumulators, S and O, and shared memory: the
+# > two bars above.
+#
 # ## 11. Reading a profile
 #
 # NVIDIA's profiler (ncu) counts how often each unit worked. Our notes hold a profile of the library's kernel, from before it was persistent:
@@ -733,9 +745,11 @@ fig, axes = plots.figure(2, height=3.2)
 for ax, (name, config) in zip(axes, CONFIGS.items(), strict=True):
     report, counted = simulate("7", 32, config), notes.profiles(profile)[name]
     units = [unit for unit in NCU if unit in counted]
+    # a share counts work at the full rate; ncu's tensor pipe is active for longer than that
+    active = {unit: report.share(NCU[unit]) / (HOPPER.tensor_efficiency if unit == "tensor" else 1) for unit in units}
     series = [
         ("ncu, H200", [100 * counted[unit] for unit in units], plots.BLUE),
-        ("simulated rung 7", [100 * report.share(NCU[unit]) for unit in units], plots.LIGHT),
+        ("simulated rung 7", [100 * share for share in active.values()], plots.LIGHT),
     ]
     plots.grouped_bars(ax, units, series)
     ax.set(xlim=(0, 100), xlabel="percent of the cycles", title=name)
@@ -752,6 +766,8 @@ plt.show()
 #   pays in a coin that is half spent.
 # * **Eligible warps.** On average one warp per scheduler could issue in a cycle. That hides little latency: a chain of dependent instructions shows.
 # * **Clock.** At d 128 the tensor cores are busier and the clock is lower. Power is the next limit there.
+# * **Grey against blue.** The simulator counts only the arithmetic of softmax. Addresses, moves and predicates take issue slots, too, and on the card they make every
+#   gap between two products a little longer.
 #
 # ## 12. What FA3 left on the table, and what we tried
 #
@@ -909,7 +925,7 @@ if ratios:
     ax.grid(False)
     ax.set_title("fa3_lib over the best peer of the same run (blue: faster, red: slower)")
     plt.show()
-    display(Markdown(notes.find("whole grid").quote("Why", "Next")))
+    display(Markdown(notes.find("whole grid").quote("Prediction", "Outcome", "Why")))
 else:
     print("no stored row of fa3_lib and a peer yet: `fa3 bench` on a Hopper stores some")
 

@@ -216,6 +216,7 @@ class Role:
         for (lane, name), number in list(self.clock.items()):
             if lane == "role":
                 self.clock[("proxy", name)] = number
+        self.clock[("role", self.name)] += 1  # what this role stores from now on is not covered
 
     # --- ordinary loads and stores -------------------------------------------------------------------------------------
 

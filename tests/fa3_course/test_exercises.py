@@ -213,6 +213,11 @@ WRONG = {
     },
     "02.11": {
         "no fence": ("    wg.fence_async_proxy()\n", "", "64 rows"),
+        "fence before the store": (
+            "    await wg.store_shared(staged, acc_O.read() / total[:, None])\n    wg.fence_async_proxy()\n",
+            "    wg.fence_async_proxy()\n    await wg.store_shared(staged, acc_O.read() / total[:, None])\n",
+            "64 rows",
+        ),
         "returns before the store is done": ("    await wg.wait_store(0)\n", "", "64 rows"),
         "no commit": ("    wg.commit_store()\n", "", "64 rows"),
         "lse in base 2": ("np.log(2.0) * log2_sum", "log2_sum", "64 rows"),

@@ -107,7 +107,7 @@ if one_role and ring:
     fig, axes = plt.subplots(2, 1, figsize=(9, 6), layout="constrained")
     for shown, ax, (name, report) in zip((lanes[1:], lanes), axes, reports.items(), strict=True):
         timeline.gantt(timeline.from_dict(report.timeline.as_dict()).cut(1000, 11000), ax, shown)
-        busy = f"tensor cores busy {report.share('tensor core'):.0%}"
+        busy = f"tensor cores at {report.share('tensor core'):.0%} of their peak"
         ax.set(xlabel="cycles", title=f"{name}: {busy}, {report.cycles:,.0f} cycles in all")
     plt.show()
 else:
@@ -170,7 +170,7 @@ else:
 # ### Try it: your bound, and what three rungs make of it
 #
 # With 02.10 and 02.12 solved: the ceilings that you computed for head dims 64, 128 and 256 (two consumers), and beside
-# them the share of the time for which the tensor cores are busy in rungs 3, 4 and 5 on the simulated SM, start and end included.
+# them the share of the tensor cores' peak that rungs 3, 4 and 5 reach on the simulated SM, start and end included.
 # Which of the gaps is left for chapter 3?
 
 # %%
@@ -199,7 +199,7 @@ if bound and build_two:
         "rung 5, yours": (bars["5"], plots.BLUE, "o"),
     }
     plots.levels(ax, [f"d {d}" for d in dims], ceilings, points)
-    ax.set(ylabel="tensor cores busy", ylim=(0, 1.4), title="Ceilings, and rungs on the simulated SM")
+    ax.set(ylabel="share of the tensor cores' peak", ylim=(0, 1.4), title="Ceilings, and rungs on the simulated SM")
     plt.show()
 else:
     print("Solve 02.10 and 02.12 first.")

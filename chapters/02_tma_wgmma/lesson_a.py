@@ -483,13 +483,13 @@ report, error = run_gemm(waiting_gemm)
 print(f"clean: relative error {error:.1e} (bf16 rounds at {2**-9:.1e}), {report.cycles:,.0f} cycles")
 
 # %% [markdown]
-# Before you look at its timeline: which share of the time are the tensor cores busy?
+# Before you look at its timeline: which share of their peak do the tensor cores reach?
 
 # %%
 guess = None  # percent
 
 # %%
-reveal("tensor cores busy", guess, 100 * report.share("tensor core"), "%")
+reveal("tensor cores, share of their peak", guess, 100 * report.share("tensor core"), "%")
 lines = timeline.from_dict(report.timeline.as_dict())
 fig, (ax,) = plots.figure(height=2.6)
 timeline.gantt(lines.cut(0, 8000), ax, ["TMA", "consumer0", "tensor core"])

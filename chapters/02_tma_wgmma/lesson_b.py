@@ -106,14 +106,14 @@ def show(number, report):
 #
 # Take chapter 1's loop, replace its copies by TMA and its products by WGMMA, and wait for each of them: rung 3. One warpgroup owns 64
 # query rows. For each key block it copies K, waits, multiplies, waits, does softmax, copies V, waits, multiplies, waits. Alone on
-# an SM, which share of the time do the tensor cores work?
+# an SM, which share of their peak do the tensor cores reach?
 
 # %%
 guess = None  # percent
 
 # %%
 report = simulate("3")
-reveal("tensor cores busy in rung 3", guess, 100 * report.share("tensor core"), "%")
+reveal("rung 3, tensor cores, share of their peak", guess, 100 * report.share("tensor core"), "%")
 show("3", report)
 
 # %% [markdown]
@@ -360,7 +360,7 @@ guess = None  # percent
 
 # %%
 report = simulate("4")
-reveal("tensor cores busy in rung 4", guess, 100 * report.share("tensor core"), "%")
+reveal("rung 4, tensor cores, share of their peak", guess, 100 * report.share("tensor core"), "%")
 show("4", report)
 
 # %% [markdown]
@@ -426,11 +426,11 @@ reveal("rung 5, simulated: 4 stages over 2", guess, curves["5"][2] / curves["5"]
 # first 64, consumer 1 the rest. They share each K and V tile (so "empty" now takes 8 arrivals), and otherwise know nothing of each other.
 
 # %%
-guess = None  # percent of the time that the tensor cores are busy
+guess = None  # percent of the tensor cores' peak
 
 # %%
 report = simulate("5")
-reveal("tensor cores busy in rung 5", guess, 100 * report.share("tensor core"), "%")
+reveal("rung 5, tensor cores, share of their peak", guess, 100 * report.share("tensor core"), "%")
 show("5", report)
 edges = [
     ("producer + TMA's bytes", "K full, V full", "consumer 0"),

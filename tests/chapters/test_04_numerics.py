@@ -223,6 +223,18 @@ def test_each_group_fills_its_format(scales, power_of_two, seed):
                 assert full == pytest.approx(1, rel=1e-6)
 
 
+@seeded
+def test_powers_of_two_do_not_change_the_rounding_of_a_float(seed):
+    """One factor or many: the same dequantised values, as long as they stay normal."""
+    x = np.random.default_rng(seed).uniform(1, 2, (1, 256, 2, 16)) * 2.0 ** np.arange(8).repeat(32)[None, :, None, None]
+    back = []
+    for scales in ("tensor", "block"):
+        factor = fp8.descales(x, fp8.E4M3, scales, 32, power_of_two=True)
+        back.append(fp8.to_grid(x / factor, fp8.E4M3) * factor)
+    assert len(np.unique(factor)) == 8
+    np.testing.assert_array_equal(*back)
+
+
 def test_scales_of_zeros_and_of_what_is_no_number():
     x = np.zeros((1, 4, 1, 8))
     assert (fp8.descales(x, fp8.E4M3) == 1).all()

@@ -292,7 +292,8 @@ def attention(
         raise ValueError(f"shapes do not fit: q {q.shape}, k {k.shape}, v {v.shape}")
     if recipe.rotation is not None:
         q, k = (rotate(np.asarray(x, np.float64), recipe.rotation) for x in (q, k))
-    q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
+    with np.errstate(over="ignore"):
+        q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
     q8, q_descale = _quantised(q, recipe.q, recipe, recipe.tile_m, hk)
     k8, k_descale = _quantised(k, recipe.k, recipe, recipe.tile_n, hk)
     v8, v_descale = _quantised(v, recipe.v, recipe, recipe.tile_n, hk)
@@ -303,9 +304,10 @@ def attention(
     for i, head in np.ndindex(b, h):
         kv = (i, slice(None), head // (h // hk))
         q_factor = scale * q_descale[i, :, head]
-        out[i, :, head], lse[i, head] = _one_head(
-            q8[i, :, head], k8[kv], v8[kv], q_factor, k_descale[kv], v_descale[kv], causal, recipe
-        )
+        with np.errstate(invalid="ignore", over="ignore"):  # inf and NaN go where IEEE sends them
+            out[i, :, head], lse[i, head] = _one_head(
+                q8[i, :, head], k8[kv], v8[kv], q_factor, k_descale[kv], v_descale[kv], causal, recipe
+            )
     return out, lse
 
 

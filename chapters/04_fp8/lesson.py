@@ -787,7 +787,7 @@ table(["", "paper", *(f"ours: {n} keys, d {d}" for n, d, _ in SIZES)], rows)
 #
 # The last two rows explain the little that block scales do. With powers of two, one scale and many scales give the *same* error: within the valley, such a
 # factor changes nothing at all. What an ordinary scale does is to place the largest value of its group exactly on 448, where it has no rounding error. One exact
-# value per block is the whole gain, and it is a gain because the largest values matter most here.
+# value per block is all the gain that we find, and it is one because the largest values matter most here.
 #
 # ## 10. V stands the wrong way round
 #

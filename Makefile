@@ -13,13 +13,16 @@ endif
 # scripts that tests start elsewhere find the clone, also in an environment where it is not installed
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test lint notebooks clean help
+.PHONY: demo test gpu lint notebooks clean help
 
 demo: $(ready)  ## every rung that this machine can run, on real activations
 	@$(PY) -m fa3_course demo
 
 test: $(ready) lint  ## the whole test suite; GPU tests are skipped where there is no Hopper
 	$(PY) -m pytest
+
+gpu: $(ready)  ## only the tests that need a Hopper, in a few minutes; out/gpu_tests.xml records what ran
+	$(PY) -m pytest -m gpu --junitxml=out/gpu_tests.xml
 
 lint: $(ready)
 	@if $(PY) -c 'import ruff' 2>/dev/null; then $(PY) -m ruff check . && $(PY) -m ruff format --check .; \

@@ -288,6 +288,103 @@ WRONG = {
         "no empty tile": ("blocks = len(p.blocks(m))", "blocks = max(len(p.blocks(m)), 1)", "fewer keys"),
         "rounded down": ("blocks = len(p.blocks(m))", "blocks = p.seqlens[1] // c.tile_n if not c.causal else len(p.blocks(m))", "no mask"),
     },
+    "03.1": {
+        "waits count for nothing": ("        counted += count\n", "        counted += count if kind == \"arrive\" else 0\n", "openings"),
+        "the count goes on": ("opened + 1, 0, 0", "opened + 1, counted, 0", "openings"),
+        "never too many": ("        if counted > threads:\n            raise ValueError(f\"{counted} threads at a barrier of {threads}\")\n        if counted == threads:", "        if counted >= threads:", "refused"),
+        "everybody opens": ("if me == 0 else []", "if True else []", "left with one"),
+        "nobody opens": ("[(\"arrive\", 128)] if me == 0 else []", "[]", "left with one"),
+        "the last turn is kept": ("opening + turns * [(\"sync\", 128), (\"arrive\", 128)]", "opening + (turns * [(\"sync\", 128), (\"arrive\", 128)])[:-1]", "one wait of the owner"),
+    },
+    "03.2": {
+        "nobody opens the first turn": ("        mine.arrive()\n", "        pass\n", "many blocks"),
+        "everybody opens a turn": ("if me == 0:", "if True:", "many blocks"),
+        "to myself": ("        next_one.arrive()\n", "        mine.arrive()\n", "many blocks"),
+        "two consumers, always": ("(me + 1) % len(t.turns)", "1 - min(me, 1)", "three consumers"),
+        "the last turn is not passed on": ("        next_one.arrive()\n", "        if i < len(blocks):\n            next_one.arrive()\n", "many blocks"),
+        "held until the products are done": ("        next_one.arrive()\n        await wg.wait_group(0)\n", "        await wg.wait_group(0)\n        next_one.arrive()\n", "as fast"),
+        "the products are not waited for": ("        next_one.arrive()\n        await wg.wait_group(0)\n", "        next_one.arrive()\n", "any timing"),
+    },
+    "03.3": {
+        "waits for both": ("wait_group(1 if i > 0 else 0)", "wait_group(0)", "as fast"),
+        "waits for one, always": ("wait_group(1 if i > 0 else 0)", "wait_group(1)", "one block"),
+        "waits for neither": ("wait_group(1 if i > 0 else 0)", "wait_group(2)", "many blocks"),
+        "P written under PV": ("blocks[i])\n        if i > 0:\n            await wg.wait_group(0)\n", "blocks[i])\n            tOrP.write(weights)\n        if i > 0:\n            await wg.wait_group(0)\n", "many blocks"),
+        "V freed under PV": ("            await issue_pv(i - 1)\n", "            await issue_pv(i - 1)\n            release(t.v_empty, i - 1)\n", "one slot"),
+        "K is never freed": ("            release(t.k_empty, i)\n", "", "one slot"),
+        "no last PV": ("        if i > 0:\n            await issue_pv(i - 1)", "        if 0 < i < len(blocks):\n            await issue_pv(i - 1)", "one block"),
+    },
+    "03.4": {
+        "one product": ("2 * 2 * 64", "2 * 64", "calculator"),
+        "two consumers' rows": ("64 * tile_n / 16", "128 * tile_n / 16", "calculator"),
+        "the MUFU serves all at once": ("consumers * product, consumers * mufu)", "consumers * product, mufu)", "really go round"),
+        "no way round": ("max(product + softmax, consumers", "max(consumers", "one consumer"),
+        "softmax under the own product": ("max(product + softmax, consumers", "max(product, softmax, consumers", "one consumer"),
+        "rounded down": ("consumers * max(product, mufu) < product + softmax", "(consumers + 1) * max(product, mufu) <= product + softmax", "enough"),
+        "the MUFU is no limit": ("consumers * max(product, mufu)", "consumers * product", "enough"),
+    },
+    "03.5": {
+        "no output": ("(2 if own_output else 1)", "1", "shared memory"),
+        "K only": ("2 * stages * tile_n", "stages * tile_n", "shared memory"),
+        "no barriers": (" + 1024\n", "\n", "shared memory"),
+        "P in fp32": ("tile_n // 4 if overlap", "tile_n // 2 if overlap", "registers"),
+        "P is free": ("(tile_n // 4 if overlap else 0)", "0", "registers"),
+        "no spare registers": ("[consumers] - 24", "[consumers]", "widest"),
+        "registers only": ("shared_bytes(head_dim, consumers, n, stages, own_output) <= 232_448\n        and ", "", "widest"),
+        "shared memory only": ("\n        and registers(head_dim, n, overlap) <= most", "", "widest"),
+        "with overlap, always": ("registers(head_dim, n, overlap)", "registers(head_dim, n, True)", "without overlap"),
+    },
+    "04.1": {
+        "subnormals have a hidden one": ("(field > 0) + mantissa", "1 + mantissa", "subnormal"),
+        "exponent of field 0": ("np.maximum(field, 1)", "field", "subnormal"),
+        "bias of IEEE for all": ("(2 ** (exponent_bits - 1) - 1)", "7", "any split"),
+        "e4m3 without its highest exponent": ("bits & 0x7F == 0x7F", "field == 2**exponent_bits - 1", "no number"),
+        "only one code is NaN": ("bits & 0x7F == 0x7F", "bits == 0x7F", "no number"),
+        "no infinity": ("np.where(mantissa == 0, np.inf, np.nan)", "np.nan", "no number"),
+        "zero loses its sign": ("np.where(bits >> 7, -value, value)", "np.where(bits >> 7, 0 - value, value)", "the sign"),
+        "sign in the exponent field": (" & 2**exponent_bits - 1", "", "the sign"),
+    },
+    "04.2": {
+        "cut, not rounded": ("np.rint(x / step)", "np.trunc(x / step)", "nearest value"),
+        "ties away from zero": ("np.rint(x / step)", "(np.sign(x) * np.floor(np.abs(x) / step + 0.5))", "ties"),
+        "step of the octave above": ("np.frexp(finite)[1] - 1", "np.frexp(finite)[1]", "nearest value"),
+        "subnormals as fine as normal numbers": ("np.maximum(np.frexp(finite)[1] - 1, lowest_exponent)", "(np.frexp(finite)[1] - 1)", "smallest normal"),
+        "subnormals become zero": ("np.rint(x / step) * step", "np.rint(x / step) * step * (np.abs(x) >= 2.0**lowest_exponent)", "smallest normal"),
+        "no saturation": ("np.clip(np.rint(x / step) * step, -largest, largest)", "np.rint(x / step) * step", "saturate"),
+        "infinity becomes NaN": ("np.rint(x / step)", "np.rint(x / step) * np.where(np.isinf(x), np.nan, 1)", "saturate"),
+        "NaN becomes a number": ("np.rint(x / step)", "np.rint(np.nan_to_num(x, posinf=1e9, neginf=-1e9) / step)", "NaN stays"),
+        "zero loses its sign": ("np.rint(x / step) * step,", "np.rint(x / step) * step + 0.0,", "a zero keeps"),
+        "always e4m3": ("exponent - mantissa_bits", "exponent - 3", "e5m2"),
+    },
+    "04.3": {
+        "one factor per batch": (".max(axis=(1, 3))", ".max(axis=(1, 2, 3), keepdims=True)[:, 0, 0].repeat(x.shape[2], axis=1)", "one factor"),
+        "one factor per head": ("size.reshape(len(x), kv_heads, -1).max(axis=2)", "size.reshape(len(x), kv_heads, -1)[:, :, 0]", "share its factor"),
+        "heads dealt out": ("size.reshape(len(x), kv_heads, -1).max(axis=2)", "size.reshape(len(x), -1, kv_heads).max(axis=1)", "share its factor"),
+        "no magnitude": ("np.abs(np.where(np.isfinite(x), x, 0))", "np.where(np.isfinite(x), x, 0)", "nothing is larger"),
+        "factor 0": ("np.where(size > 0, size / largest, 1.0)", "size / largest", "zeros get"),
+        "infinity counts": ("np.where(np.isfinite(x), x, 0)", "np.nan_to_num(x, posinf=np.inf)", "zeros get"),
+        "scale instead of descale": ("size / largest, 1.0", "largest / np.maximum(size, 1e-300), 1.0", "one factor"),
+        "always e4m3": ("size / largest", "size / 448", "one factor"),
+        "no log2(e)": ("softmax_scale * np.log2(np.e)", "softmax_scale", "folded factors"),
+        "Q's factor forgotten": ("* q_descale * k_descale", "* k_descale", "folded factors"),
+        "V's factor upside down": ("np.repeat(v_descale,", "np.repeat(1 / v_descale,", "folded factors"),
+        "factors dealt out": ("np.repeat(scale_log2, group, axis=1), np.repeat(v_descale, group, axis=1)", "np.tile(scale_log2, group), np.tile(v_descale, group)", "grouped"),
+    },
+    "04.4": {
+        "no offset": ("* scale_log2 - offset", "* scale_log2", "2^offset times"),
+        "offset the other way": ("* scale_log2 - offset", "* scale_log2 + offset", "2^offset times"),
+        "offset 8, always": ("* scale_log2 - offset", "* scale_log2 - 8", "2^offset times"),
+        "P is not rounded": ("return to_grid(p), p.sum", "return p, p.sum", "2^offset times"),
+        "sum of the rounded P": ("to_grid(p), p.sum(axis=1)", "to_grid(p), to_grid(p).sum(axis=1)", "before it is rounded"),
+        "offset added to each score": ("scale_log2 - offset\n    p = np.exp2(scores * scale_log2 - shift[:, None])", "scale_log2\n    p = np.exp2(scores * scale_log2 - shift[:, None] + offset)", "costs nothing"),
+        "a multiplication by 2^offset": ("scale_log2 - offset\n    p = np.exp2(scores * scale_log2 - shift[:, None])", "scale_log2\n    p = np.exp2(scores * scale_log2 - shift[:, None]) * 2**offset", "costs nothing"),
+        "out divided once more": ("acc_O / total[:, None]", "acc_O / total[:, None] / 2**offset", "output does not depend"),
+        "LSE with the offset": (" - offset * np.log(2)", "", "LSE does not depend"),
+        "LSE corrected in base 2": ("offset * np.log(2)", "offset", "LSE does not depend"),
+        "LSE without the scale": ("row_max * softmax_scale + np.log", "row_max + np.log", "LSE does not depend"),
+        "no guard for empty rows": ("np.where(np.isneginf(row_max), 0, row_max)", "row_max", "no keys"),
+        "empty lse is finite": (", -np.inf)\n    return acc_O", ", 0.0)\n    return acc_O", "no keys"),
+    },
 }  # fmt: skip
 
 # what becomes of the tuple `results`; numbers, arrays and tensors all take these operators
@@ -309,7 +406,7 @@ def spoiled_{name}(*arguments, inner={name}, kept={{}}):
 {name} = spoiled_{name}
 """
 # their arguments are numbers or words: equal arguments have equal answers
-BY_SHAPE_IS_RIGHT = ("01.7", "01.10", "02.1", "02.2", "02.4", "02.5", "02.6", "02.9", "02.12", "02.14")
+BY_SHAPE_IS_RIGHT = ("01.7", "01.10", "02.1", "02.2", "02.4", "02.5", "02.6", "02.9", "02.12", "02.14", "03.4", "03.5")
 
 
 def evaluate(number: str, texts: list[str], seed: int) -> list[dict]:

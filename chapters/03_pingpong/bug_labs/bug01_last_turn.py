@@ -1,0 +1,65 @@
+"""# 03.B1 Nobody comes after me
+
+*Difficulty 1 of 3, 10 minutes, needs a laptop*
+
+Ping-pong with two or three consumers. Somebody looked at the last round of the loop and found an arrival too many: after the last
+turn nobody waits any more, so why pass it on?
+
+1. **Predict** the verdict and write it into `verdict`. Candidates: "deadlock", "unbalanced named barrier", "role returned early",
+   "race", "overwrite before free".
+2. **Check**, and read the verdict on your role: which consumer is it about, and in which round?
+3. **Mend** it.
+"""
+
+from fa3_course.simulated import parts
+from hopper_sim import Role
+
+
+def verdict() -> str:
+    """The verdict of the simulated SM on the roles below, as they were handed out."""
+    # region learner: return "?"
+    # Read the roles and predict, before you check. The task has candidates.
+    return "?"
+    # endregion
+
+
+async def consumer(wg: Role, me: int, p: parts.Problem, t: parts.Tiles, tile: tuple[int, int, int]) -> None:
+    """Consumer `me`: 64 rows of the query tile."""
+    c, blocks = p.config, p.blocks(tile[0])
+    await wg.setmaxnreg(c.consumer_registers)
+    acc_S, acc_O = wg.registers("S", (64, c.tile_n)), wg.registers("O", (64, c.head_dim_v))
+    tOrP = wg.registers("P", (64, c.tile_n), p.q.dtype)
+    acc_O.write(0.0)
+    rows = parts.OnlineSoftmax(wg, p, tile[0], me, p.scale_log2)
+    # region learner
+    # Turns: one wait and one arrival each.
+    mine, next_one = t.turns[me], t.turns[(me + 1) % len(t.turns)]
+    if me == 0:
+        mine.arrive()  # opens the first turn
+    await t.q_full[0].wait(0)
+    for i in range(len(blocks) + 1):  # PV of block i - 1, QK of block i
+        slot, phase = i % c.stages, i // c.stages % 2
+        last_slot, last_phase = (i - 1) % c.stages, (i - 1) // c.stages % 2
+        await mine.sync()
+        if i > 0:
+            await t.v_full[last_slot].wait(last_phase)
+            wg.wgmma_fence()
+            wg.wgmma(acc_O, tOrP, t.v[last_slot], label="PV")
+            wg.commit()
+        if i < len(blocks):
+            await t.k_full[slot].wait(phase)
+            wg.wgmma_fence()
+            wg.wgmma(acc_S, t.q[me], t.k[slot].T, accumulate=False, label="QK")
+            wg.commit()
+        if i < len(blocks):
+            next_one.arrive()
+        await wg.wait_group(0)
+        if i > 0:
+            t.v_empty[last_slot].arrive(parts.WARPS)
+        if i < len(blocks):
+            t.k_empty[slot].arrive(parts.WARPS)
+            weights, shrink = await rows.step(acc_S.read(), blocks[i])
+            tOrP.write(weights)
+            await parts.rescale(wg, acc_O, shrink)
+    # endregion
+    await parts.epilogue(wg, p, parts.staging(p, t, me), tile, me, acc_O, rows)

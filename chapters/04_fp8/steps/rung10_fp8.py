@@ -13,7 +13,7 @@ Look for in SASS    QGMMA instead of HGMMA; F2FP.SATFINITE.E4M3; no SHFL but tho
     Q           1 arrival + q_bytes            never reused
     K, V rings  1 arrival + bytes, per stage   one arrival per consumer warp, per stage
 
-The bf16 output has shared memory of its own: in Q's place, half as wide, it would cover another consumer's Q. T takes
+The bf16 output has shared memory of its own: in Q's place, which has half the bytes, it would cover another consumer's Q. T takes
 registers beside S, P and O: all of O's columns up to head dim 128, otherwise 64 columns at a time.
 """
 
@@ -132,15 +132,14 @@ class Attention:
             o: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(sO_layout)], 1024]
 
         self.storage = SharedStorage
-        self.kernel(
-            Q, K, V, O, mLSE, q_descale, k_descale, v_descale, softmax_scale * math.log2(math.e)
-        ).launch(
+        scale_log2 = softmax_scale * math.log2(math.e)
+        self.kernel(Q, K, V, O, mLSE, q_descale, k_descale, v_descale, scale_log2).launch(
             grid=[ceil_div(mQ.shape[0], cfg.tile_m) * mQ.shape[2] * mQ.shape[3], 1, 1],
             block=[cfg.threads, 1, 1],
             smem=SharedStorage.size_in_bytes(),
             stream=stream,
             min_blocks_per_mp=1,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
@@ -202,9 +201,8 @@ class Attention:
             row_tile = m_block * cfg.consumer_warpgroups + consumer
             scale_log2 = scale_log2 * q_descale[batch, kv_head] * k_descale[batch, kv_head]
             scale_log2 = Float32(SMALLEST_SCALE) if scale_log2 == 0.0 else scale_log2
-            scale_log2 = (
-                Float32(math.nan) if scale_log2 < 0.0 else scale_log2
-            )  # maxima would be minima: never a wrong number
+            # below 0 the largest score would have the smallest weight: NaN rather than a number that looks right
+            scale_log2 = Float32(math.nan) if scale_log2 < 0.0 else scale_log2
             acc_O, row_max, row_sum = self.attend(
                 sQ[None, None, consumer], sK, sV, q_barrier, pipe_K, pipe_V,
                 thread, consumer, row_tile * WGMMA_M, seqlen_q, seqlen_k, n_blocks, n_unmasked, scale_log2,

@@ -1,0 +1,47 @@
+"""# 04.5 An adder of unknown width
+
+*Difficulty 2 of 3, 15 minutes, needs a laptop*
+
+A tensor core's FP8 sum keeps the leading bit and `bits` more. To add a term it aligns term and sum to the larger of the two,
+and cuts what falls below the last kept bit: nothing is rounded up. A term that is small beside the sum loses bits, and in
+the end all of them: the sum stops growing. That is how FA3's FP8 attention loses most of its answer on long contexts.
+
+First write what the sum feels of a term. Then be the experimenter: you get a card as a function, may add equal terms as
+often as you like, and find how many bits it keeps. NVIDIA does not say; the moment when the sum stops does.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+def kept(term: np.ndarray, total: np.ndarray, bits: int) -> np.ndarray:
+    """What reaches the sum when `term` is added to `total`.
+
+    Args:
+        term, total: fp64 of one shape, any sign.
+        bits: kept after the leading one of the larger magnitude.
+
+    Returns:
+        `term` without the bits that fall out of the adder's window, of the same shape.
+    """
+    # region learner
+    # The larger magnitude says where the window lies (np.frexp); the last kept bit is 2^bits below. Cut towards zero.
+    raise NotImplementedError("04.5 is yours to write")
+    # endregion
+
+
+def width(accumulate: Callable[[float, int], float]) -> int:
+    """How many bits a card's adder keeps after the leading one: what 04.5 calls `bits`.
+
+    Args:
+        accumulate: `accumulate(term, count)` starts from 0, adds `term` count times, one after the other, and returns the
+            sum; count up to 2^40. A run costs time, so a hundred of them must do.
+
+    Returns:
+        the number of bits, 4 to 30.
+    """
+    # region learner
+    # Double the count until the sum no longer follows. How large is the sum then, beside one term, and what is its last bit?
+    raise NotImplementedError("04.5 is yours to write")
+    # endregion

@@ -1,0 +1,55 @@
+"""# 04.9 The order of V's keys
+
+*Difficulty 3 of 3, 15 minutes, needs a laptop*
+
+P leaves the first product as an accumulator and enters the second as an 8-bit A operand. Both lie in registers of the same
+four lanes, but not in the same ones. Of 32 keys, lane `q` (0 to 3) holds for its two rows, `r` = 0 and 1:
+
+* **has**: keys `8 j + 2 q + e` for j = 0..3 and e = 0, 1; register `4 j + 2 r + e`;
+* **must hold**: positions `16 h + 4 q + b` for h = 0, 1 and b = 0..3, as byte `4 (2 h + r) + b`. A position is a place in
+  the sum over keys.
+
+In natural order (key = position) lanes would have to exchange values, for every tile. But a sum does not mind the order of
+its terms: let each lane put its own eight keys into its own eight positions, and let V keep its keys in the same order.
+Inside a lane, moving a value is a renaming of registers and costs nothing.
+
+Any pair of order and renaming that fit together will do.
+"""
+
+import numpy as np
+
+
+def key_order(keys: int) -> np.ndarray:
+    """In which order V's keys must lie.
+
+    Args:
+        keys: a multiple of 32; each group of 32 is ordered by itself.
+
+    Returns:
+        `(keys,)` whole numbers: element `position` is the key that V keeps there.
+    """
+    # region learner
+    # Take each key apart into group, j, q and e. Which position of lane q does it get?
+    key = np.arange(keys)
+    j, q, e = key % 32 // 8, key % 8 // 2, key % 2
+    position = key // 32 * 32 + 16 * (j // 2) + 4 * q + 2 * (j % 2) + e
+    order = np.empty(keys, int)
+    order[position] = key
+    return order
+    # endregion
+
+
+def rename(registers: np.ndarray) -> np.ndarray:
+    """A lane's accumulator registers in the order of its operand bytes.
+
+    Args:
+        registers: `(..., 16)`, what lanes hold of 32 keys and two rows.
+
+    Returns:
+        `(..., 16)`: the same values, as each lane's operand wants them.
+    """
+    # region learner
+    # j = 2 h + (upper bit of b): from the order (h, b1, r, e) to the order (h, r, b1, e).
+    digits = registers.reshape(*registers.shape[:-1], 2, 2, 2, 2)
+    return np.swapaxes(digits, -3, -2).reshape(registers.shape)
+    # endregion

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Lab 3: turns, overlap, plans
 #
-# You give two consumers turns, let a softmax run under a product, and compute what fits. The order is the lesson's. In between are six **bug
+# You give consumers turns, let a softmax run under a product, compute what fits, and plan who does which tile. The order is the lesson's. In between are six **bug
 # labs**: a kernel with one realistic fault, to be predicted, seen and mended.
 #
 # * **Write** between the markers `# region learner` and `# endregion`; replace the `raise`. Run the cell.
@@ -22,10 +22,13 @@ from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
+from IPython.display import Markdown, display
 
-from fa3_course import plots, simulated, timeline
+from fa3_course import budget, notes, plots, simulated, timeline
 from fa3_course.checker import answer, check, progress
 from fa3_course.simulated import parts, rung05, rung07
+from fa3_lib.config import forward_config
+from hopper_sim import HOPPER
 
 plots.use_style()
 
@@ -45,8 +48,8 @@ plots.use_style()
 # %% exercise="03.B4"
 
 # %% [markdown]
-# > **On the card** nobody checks ids. The hardware adds up the threads of both barriers, one opens too early, and the other one never does;
-# > with other counts neither hangs, and an output is stored before it is complete. Kernels of this course list their barriers in one enum.
+# > **On the card** nobody checks ids. The hardware adds up the threads of both meanings: somebody goes on too early, somebody else waits for
+# > ever. Kernels of this course list their barriers in one enum.
 
 # %% [markdown]
 # # Overlap inside a warpgroup
@@ -115,7 +118,40 @@ else:
 # %% exercise="03.5"
 
 # %% [markdown]
-# # Persistent
+# ### Try it: which tile, how many consumers?
+#
+# With 03.4 and 03.5 solved: for each head dim and 1, 2 and 3 consumers, the widest key block that fits, and the share of the tensor cores' peak that your model
+# leaves with it. The softmax of a block takes its exponentials' time, and half as long again for everything else (an assumption; change it).
+# Which row would you build? The library's choice stands beside it.
+
+# %%
+model, room = answer("03.4"), answer("03.5")
+BESIDES = 0.5  # of the exponentials' time: maximum, sum, conversion
+
+if model and room:
+    (work, period, enough), (_, _, widest) = model, room
+    for d in (64, 128, 192, 256):
+        for consumers in (1, 2, 3):
+            tile_n = widest(d, consumers, 2, False, True)
+            if not tile_n:
+                print(f"d {d:3}, {consumers} consumers: nothing fits")
+                continue
+            product, mufu = work(d, tile_n)
+            softmax = (1 + BESIDES) * mufu
+            share = consumers * product / period(consumers, product, softmax, mufu)
+            chosen = forward_config(d, d, False)
+            mark = "  <- the library's number of consumers" if chosen.consumer_warpgroups == consumers else ""
+            print(
+                f"d {d:3}, {consumers} consumers x {tile_n:3} keys: {share:4.0%} of the peak, "
+                f"{enough(product, softmax, mufu)} are enough{mark}"
+            )
+else:
+    print("Solve 03.4 and 03.5 first.")
+
+# %% [markdown]
+# # Persistent: from tile to tile
+
+# %% exercise="03.6"
 
 # %% exercise="03.B5"
 
@@ -126,7 +162,87 @@ else:
 # %% exercise="03.B6"
 
 # %% [markdown]
-# > **On the card** the next Q arrives in the middle of the output: some rows of O are queries. Which ones changes from run to run.
+# > **On the card** the next Q arrives while the output is staged or leaves: rows of O that are queries, or queries that are rows of O,
+# > not the same ones in every run.
+
+# %% [markdown]
+# # Plans
+
+# %% exercise="03.7"
+
+# %% exercise="03.8"
+
+# %% [markdown]
+# ### Try it: three plans for a causal head
+#
+# With 03.7 and 03.8 solved: the share of the SMs' time that is work, on a Hopper, for causal self-attention with 128-row tiles. Predict: which of the
+# three lines reaches 100 % first?
+
+# %%
+waves, pairs = answer("03.7"), answer("03.8")
+if waves and pairs:
+    (rounds, at_work, _), (_, walk) = waves, pairs
+    sms, m_blocks = HOPPER.sms, 32  # 4,096 queries
+    sequences = np.arange(1, 65)
+
+    def balance(loads):
+        return 100 * np.mean(loads) / np.max(loads)
+
+    def dealt(n):
+        tiles = [m + 1 for _ in range(n) for m in range(m_blocks)]
+        return balance([sum(tiles[cta::sms]) for cta in range(sms)])
+
+    def paired(n):
+        return balance([sum(m + 1 for m, _ in walk(m_blocks, n, cta, sms)) for cta in range(sms)])
+
+    fig, (ax,) = plots.figure(height=3)
+    lines = {
+        "equal tiles (no mask)": ([100 * at_work(int(n) * m_blocks, sms) for n in sequences], plots.GREY),
+        "causal, as they come": ([dealt(n) for n in sequences], plots.ORANGE),
+        "causal, your pairs": ([paired(n) for n in sequences], plots.BLUE),
+    }
+    for name, (values, colour) in lines.items():
+        ax.plot(sequences, values, color=colour, label=name)
+    ax.set(xlabel="sequences (heads x batch)", ylabel="percent", ylim=(0, 101), title=f"{sms} SMs at work")
+    ax.legend()
+    plt.show()
+else:
+    print("Solve 03.7 and 03.8 first.")
+
+# %% [markdown]
+# # Beyond FA3
+#
+# Two ideas that are right, and lost on Hopper; and the sum that would have warned of one of them.
+
+# %% exercise="03.9"
+
+# %% exercise="03.10"
+
+# %% exercise="03.11"
+
+# %% [markdown]
+# ### Try it: what your estimate says about the idea
+#
+# With 03.11 solved: the profile of our notes at head dim 64. A quarter of the exponentials by polynomial takes a quarter from XU (the MUFU),
+# and adds issue slots, at about seven more instructions for each exponential moved. What is there to gain, at the very best? What was measured
+# stands below it.
+
+# %%
+profile = answer("03.11")
+if profile:
+    binding, ceiling, gain = profile
+    shares = notes.profiles(notes.find("profile"))["d64 192x128"]
+    print(f"shares: {shares}; binds: {binding(shares)}; without any waiting {ceiling(shares):.2f} times as fast")
+    config = forward_config(64, 64, False)
+    cycles = budget.cycles(config)
+    for part in (0.1, 0.25, 0.5):
+        more = (
+            part * 7 * cycles["mufu"] * HOPPER.mufu / HOPPER.issue / cycles["issue"]
+        )  # of the arithmetic's issue slots
+        print(f"{part:.0%} by polynomial: {gain(shares, {'XU': 1 - part, 'issue': 1 + more}):.3f} times as fast")
+    display(Markdown(notes.find("software exp2").quote()))
+else:
+    print("Solve 03.11 first.")
 
 # %% [markdown]
 # ### What you have solved

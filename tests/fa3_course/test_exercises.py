@@ -374,7 +374,7 @@ WRONG = {
         "LSE in base 2": ("np.log(2) * (", "1.0 * (", "out and LSE"),
     },
     "03.10": {
-        "no weights": (", w=np.exp2(-f))", ")", "weights"),
+        "no weights": (", w=np.exp2(-f))", ")", "small relative error"),
         "one degree less": ("np.exp2(f), degree,", "np.exp2(f), degree - 1,", "small relative error"),
         "no clamp": ("    x = np.maximum(x, np.float32(-126))\n", "", "masked"),
         "rounded, fraction below zero": ("np.floor(x)", "np.rint(x)", "as given"),
@@ -554,6 +554,19 @@ WRONG = {
         "nothing renamed": ("np.swapaxes(digits, -3, -2)", "digits", "do not mix"),
         "the wrong two digits": ("np.swapaxes(digits, -3, -2)", "np.swapaxes(digits, -4, -2)", "P V is right"),
         "a row is dropped": ("np.swapaxes(digits, -3, -2).reshape(registers.shape)", "np.repeat(digits[..., :1, :], 2, axis=-2).reshape(registers.shape)", "own values"),
+    },
+    "04.10": {
+        "digits from the left": ("selector >> 4 * i & 0xF", "selector >> 4 * (3 - i) & 0xF", "every byte"),
+        "high before low": ("high.astype(np.uint64) << np.uint64(32) | low", "low.astype(np.uint64) << np.uint64(32) | high", "every byte"),
+        "low only": ("digit & 7", "digit & 3", "every byte"),
+        "no sign": ("if digit & 8:", "if False:", "sign of its byte"),
+        "the sign is one bit": ("* np.uint64(0xFF)", "* np.uint64(1)", "sign of its byte"),
+        "pairs stay together": ("0x6420), permute(low, high, 0x7531)", "0x5410), permute(low, high, 0x7632)", "take_apart sorts"),
+        "dims exchanged": ("0x6420), permute(low, high, 0x7531)", "0x7531), permute(low, high, 0x6420)", "take_apart sorts"),
+        "selector from the left": ("0x6420", "0x0246", "take_apart sorts"),
+        "one round only": ("dims = [permute(*pair, selector) for pair in (front, back) for selector in (0x5410, 0x7632)]", "dims = [*front, *back]", "turn transposes"),
+        "rounds exchanged": ("(0x5410, 0x7632)", "(0x6420, 0x7531)", "turn transposes"),
+        "byte by byte": ("    k0, k1, k2, k3 = np.moveaxis", "    for _ in range(8):\n        permute(registers[..., 0], registers[..., 1], 0)\n    k0, k1, k2, k3 = np.moveaxis", "eight permutes"),
     },
 }  # fmt: skip
 

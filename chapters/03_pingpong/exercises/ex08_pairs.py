@@ -1,0 +1,29 @@
+"""# 03.8 A long tile and its mirror image
+
+*Difficulty 2 of 3, 12 minutes, needs a laptop*
+
+Under a causal mask query tile m of `m_blocks` sees about m + 1 units of keys: the last tile works longest. Persistent CTAs take *pairs*: the
+last tile of a sequence and its first, the last but one and the second, and so on. All pairs are equally long. If `m_blocks` is odd, the tile in
+the middle is a pair by itself.
+
+Pairs are numbered sequence by sequence, the outermost pair (with the longest tile) first: unit u belongs to sequence u // pairs. CTA c of `ctas` takes units c, c + ctas,
+c + 2 ctas, ...; and of each pair the long tile first.
+"""
+
+Tile = tuple[int, int]  # m, sequence
+
+
+def pair(unit: int, m_blocks: int) -> list[Tile]:
+    """The one or two tiles of a unit, the long one first."""
+    # region learner
+    # Which short tile, of which sequence? The long one is its mirror image.
+    raise NotImplementedError("03.8 is yours to write")
+    # endregion
+
+
+def walk(m_blocks: int, sequences: int, cta: int, ctas: int) -> list[Tile]:
+    """The tiles of one CTA, in its order."""
+    # region learner
+    # All its units, one after the other.
+    raise NotImplementedError("03.8 is yours to write")
+    # endregion

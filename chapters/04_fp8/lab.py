@@ -2,7 +2,7 @@
 # # Lab 4: the numerics of FP8
 #
 # You write an FP8 attention's arithmetic, piece by piece: the formats, the rounding, where scales go, what keeps P inside
-# the format, sums that do not stop, a rotation, and the order of V's keys. Everything runs on a laptop, in NumPy.
+# the format, sums that do not stop, a rotation, and where V's bytes must lie. Everything runs on a laptop, in NumPy.
 #
 # * **Write** between the markers `# region learner` and `# endregion`; replace the `raise`. Run the cell.
 # * **Check** with the cell below it. A check draws fresh inputs, tests named properties, and shows the values of
@@ -248,7 +248,10 @@ else:
 # %% [markdown]
 # > **On the card** your `rename` is no instruction at all: the kernel's author gives the registers their new names while the kernel is
 # > compiled. The order of V's keys costs nothing either, because V has to be transposed anyway and can be stored in any order.
-#
+
+# %% exercise="04.10"
+
+# %% [markdown]
 # ### The chapter, assembled
 #
 # An FP8 attention in tiles, made of your own functions: Q and K rotated (04.7), factors per head (04.3), tensors rounded to e4m3

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 
-from fa3_course.checker import Exercise
+from fa3_course.checker import Exercise, Refused
 
 EXERCISE = Exercise(
     "04.5",
@@ -63,15 +63,15 @@ def _(t, kept, width):
 
 
 class Card:
-    """A card that adds with `bits` bits, and counts how often it is asked. It adds whole octaves at once, exactly."""
-
-    bits = 0
+    """A card that adds with `bits` bits, a hundred times and no more. It adds whole octaves at once, exactly."""
 
     def begin(self, bits):
         self.bits, self.runs = bits, 0
 
     def __call__(self, term, count):
         self.runs += 1
+        if self.runs > 100:
+            raise Refused(f"a hundred runs have not found the {self.bits} bits; does the count double?")
         whole_term, unit = int(math.ldexp(math.frexp(term)[0], 53)), 2.0 ** (math.frexp(term)[1] - 53)
         total = 0
         while count > 0:
@@ -97,10 +97,9 @@ def _(t, kept, width):
 @EXERCISE.holds("a hundred runs of the card are enough", "double the count; do not go up by one")
 def _(t, kept, width):
     card = Card()
-    for bits in (13, 24):
+    for bits in (30, 24):
         card.begin(bits)
-        width(card)
-        t.expect(card.runs <= 100, f"{card.runs} runs to find {bits} bits")
+        width(card)  # the card refuses to run more often
 
 
 @EXERCISE.holds("fresh inputs give fresh results", "right in call 1 and wrong later: something is kept between calls")

@@ -30,6 +30,6 @@ def decode(codes: np.ndarray, exponent_bits: int, mantissa_bits: int, ieee: bool
         fp64, of the shape of `codes`. A zero has the sign of its code.
     """
     # region learner
-    # Take the fields apart (as int: a uint8 overflows), then significand and exponent, then what is no number, then the sign.
+    # Take the fields apart (as int: a uint8 overflows), then significand and exponent; what is no number; the sign.
     raise NotImplementedError("04.1 is yours to write")
     # endregion

@@ -26,13 +26,13 @@ def kept(term: np.ndarray, total: np.ndarray, bits: int) -> np.ndarray:
         `term` without the bits that fall out of the adder's window, of the same shape.
     """
     # region learner
-    # The larger magnitude says where the window lies (np.frexp); the last kept bit is 2^bits below. Cut towards zero.
+    # The larger magnitude says where the window lies; its last bit is worth 2^bits less. Cut towards zero.
     raise NotImplementedError("04.5 is yours to write")
     # endregion
 
 
 def width(accumulate: Callable[[float, int], float]) -> int:
-    """How many bits a card's adder keeps after the leading one: what 04.5 calls `bits`.
+    """How many bits a card's adder keeps after the leading one: what `kept` calls `bits`.
 
     Args:
         accumulate: `accumulate(term, count)` starts from 0, adds `term` count times, one after the other, and returns the
@@ -42,6 +42,6 @@ def width(accumulate: Callable[[float, int], float]) -> int:
         the number of bits, 4 to 30.
     """
     # region learner
-    # Double the count until the sum no longer follows. How large is the sum then, beside one term, and what is its last bit?
+    # Double the count until the sum no longer follows. How large is it then, and what is its last bit worth?
     raise NotImplementedError("04.5 is yours to write")
     # endregion

@@ -34,7 +34,7 @@ def quantise(
         values on the grid `(rows, d)`, and the factors `(blocks,)`, positive; 1 for a block of zeros.
     """
     # region learner
-    # Largest magnitude per row, then per block (np.maximum.reduceat). np.frexp says exactly whether a factor is a power of two.
+    # Largest magnitude per row, then per block (np.maximum.reduceat); factor; its power of two (np.frexp is exact).
     raise NotImplementedError("04.8 is yours to write")
     # endregion
 

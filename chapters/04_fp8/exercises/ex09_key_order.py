@@ -44,6 +44,6 @@ def rename(registers: np.ndarray) -> np.ndarray:
         `(..., 16)`: the same values, as each lane's operand wants them.
     """
     # region learner
-    # j = 2 h + (upper bit of b): from the order (h, b1, r, e) to the order (h, r, b1, e).
+    # Write a register's number and its byte's number in binary digits. Which of them change places?
     raise NotImplementedError("04.9 is yours to write")
     # endregion

@@ -30,7 +30,7 @@ def decode(codes: np.ndarray, exponent_bits: int, mantissa_bits: int, ieee: bool
         fp64, of the shape of `codes`. A zero has the sign of its code.
     """
     # region learner
-    # Take the fields apart (as int: a uint8 overflows), then significand and exponent, then what is no number, then the sign.
+    # Take the fields apart (as int: a uint8 overflows), then significand and exponent; what is no number; the sign.
     bits = codes.astype(int)
     field = bits >> mantissa_bits & 2**exponent_bits - 1
     mantissa = bits & 2**mantissa_bits - 1

@@ -52,7 +52,7 @@ def two_level(
     v_descales: Sequence[float],
     product: Callable[..., np.ndarray],
 ) -> np.ndarray:
-    """The sum of P V over all key tiles, each from a fresh accumulator; arguments as above, but one factor of V per tile."""
+    """The sum of P V over all key tiles, each from a fresh accumulator; `v_descales` has one factor per tile."""
     # region learner
     # One multiply-add per tile outside the tensor core.
     acc_O = np.zeros((len(p_tiles[0]), v_tiles[0].shape[1]))

@@ -29,7 +29,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
         ValueError: d is no power of two; the message names d.
     """
     # region learner
-    # For half = 1, 2, 4, ...: reshape so that partners stand beside each other, make sum and difference, reshape back.
+    # For half = 1, 2, 4, ...: reshape so that an axis tells partners apart; sum and difference; reshape back.
     d = x.shape[-1]
     if d < 1 or d & (d - 1):
         raise ValueError(f"the last axis must be a power of two long, not {d}: pad it, or turn it in chunks")

@@ -34,7 +34,7 @@ def quantise(
         values on the grid `(rows, d)`, and the factors `(blocks,)`, positive; 1 for a block of zeros.
     """
     # region learner
-    # Largest magnitude per row, then per block (np.maximum.reduceat). np.frexp says exactly whether a factor is a power of two.
+    # Largest magnitude per row, then per block (np.maximum.reduceat); factor; its power of two (np.frexp is exact).
     size = np.abs(np.where(np.isfinite(x), x, 0)).max(axis=1)
     size = np.maximum.reduceat(size, np.arange(0, len(x), block))
     factor = np.where(size > 0, size / largest, 1.0)

@@ -49,7 +49,8 @@ def rename(registers: np.ndarray) -> np.ndarray:
         `(..., 16)`: the same values, as each lane's operand wants them.
     """
     # region learner
-    # j = 2 h + (upper bit of b): from the order (h, b1, r, e) to the order (h, r, b1, e).
+    # Write a register's number and its byte's number in binary digits. Which of them change places?
     digits = registers.reshape(*registers.shape[:-1], 2, 2, 2, 2)
+    # j = 2 h + (upper bit of b): (h, b1, r, e) becomes (h, r, b1, e)
     return np.swapaxes(digits, -3, -2).reshape(registers.shape)
     # endregion

@@ -3,7 +3,7 @@
 *Difficulty 1 of 3, 10 minutes, needs a laptop*
 
 Ping-pong takes one named barrier per consumer. This kernel has one more: all consumers stage their rows of the output in shared memory,
-and consumer 0 stores them together, when everybody is done. It works with two consumers, and has for months. Then somebody tries
+and consumer 0 stores them together, when everybody is done. It works with two consumers. Then somebody tries
 three at head dim 64.
 
 1. **Predict** the verdict with three consumers and write it into `verdict`. Candidates: "deadlock", "unbalanced named barrier",

@@ -3,7 +3,7 @@
 *Difficulty 2 of 3, 12 minutes, needs a laptop*
 
 Softmax under PV again. After `wait_group(1)` the consumer frees the slots that it has used in this round, K's and V's, in one place, as
-tidy code does. It gave right numbers in every test on a card.
+tidy code does. On a card, such a kernel can be right in test after test.
 
 1. **Predict** the verdict and write it into `verdict`. Candidates: "overwrite before free", "operand touched in flight",
    "read before full", "too many arrivals", "wrong phase", "race".

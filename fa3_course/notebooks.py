@@ -35,7 +35,7 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-COLOURS = 128  # of a stored plot
+COLOURS = 64  # of a stored plot
 CELL_SECONDS = 300  # limit of one cell
 LARGEST = 3_000_000  # bytes of a built notebook; more is slow to open and GitHub stops showing it
 
@@ -193,7 +193,7 @@ def _shrink_pictures(notebook: NotebookNode) -> None:
 
 def _with_palette(encoded: str) -> str:
     with Image.open(io.BytesIO(base64.b64decode(encoded))) as picture:
-        if picture.mode == "P":
+        if picture.mode == "P" and len(picture.getcolors(256)) <= COLOURS:
             return encoded
         white = Image.new("RGBA", picture.size, "white")
         flat = Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")

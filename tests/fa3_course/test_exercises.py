@@ -589,7 +589,22 @@ def spoiled_{name}(*arguments, inner={name}, kept={{}}):
 {name} = spoiled_{name}
 """
 # their arguments are numbers or words: equal arguments have equal answers
-BY_SHAPE_IS_RIGHT = ("01.7", "01.10", "02.1", "02.2", "02.4", "02.5", "02.6", "02.9", "02.12", "02.14", "03.4", "03.5", "03.7", "03.8")
+BY_SHAPE_IS_RIGHT = (
+    "01.7",
+    "01.10",
+    "02.1",
+    "02.2",
+    "02.4",
+    "02.5",
+    "02.6",
+    "02.9",
+    "02.12",
+    "02.14",
+    "03.4",
+    "03.5",
+    "03.7",
+    "03.8",
+)
 
 
 def evaluate(number: str, texts: list[str], seed: int) -> list[dict]:

@@ -10,8 +10,8 @@ SMEM_LIMIT = 232_448  # bytes of dynamic shared memory that one CTA may use on s
 REGISTER_FILE = 65_536  # 32-bit registers of one SM
 WARPGROUP = 128  # threads of a warpgroup
 WGMMA_M = 64  # rows of one warpgroup's WGMMA tile
-SWIZZLE_ELEMENTS = 64  # 16-bit elements in one 128-byte swizzled row
-HEAD_DIMS = (64, 128, 192, 256)  # compiled head dims; the columns between are zero-filled by TMA
+SWIZZLE_BYTES = 64  # rows of a tile are whole numbers of this swizzle (or of the one of 128 bytes)
+HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled head dims; the columns between are zero-filled by TMA
 
 # setmaxnreg (producer, consumer) by number of consumer warpgroups: the sums stay within the register file
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -33,6 +33,14 @@ class ForwardConfig:
         tile_n: keys of one step of the main loop (the paper's B_c).
         stages: slots of the K ring and of the V ring.
         causal: whether the kernel is compiled with the bottom-right aligned causal mask.
+        window: whether it is compiled with a sliding window, whose two sides are arguments of the call; not with `causal`.
+        softcap: whether scores become `softcap * tanh(score / softcap)`; the value is an argument of the call.
+        sinks: whether each query head has a sink, a further logit in the sum of its rows that belongs to no key.
+        pack_gqa: query heads of one KV head whose rows share a tile, 1, 2, 4 ... 64: row r of a packed tile is query
+            `r // pack_gqa` of head `r % pack_gqa`. Every row count of this class (tile_m, seqlen_q of the tile ranges) is in queries
+            times pack_gqa or says so.
+        cluster: CTAs that share their K and V tiles by multicast, 1 or 2; with 2 no mask.
+        dynamic: whether CTAs take their tiles from a counter in global memory, the long ones first, instead of by plan.
         ping_pong: whether the consumer warpgroups take turns in issuing their GEMMs.
         own_output: whether the output tile has shared memory of its own; otherwise it takes Q's place, and the next Q waits.
         element_bytes: bytes of one element of Q, K and V (2 for fp16 and bf16).
@@ -47,6 +55,12 @@ class ForwardConfig:
     causal: bool = False
     ping_pong: bool = False
     own_output: bool = False
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    pack_gqa: int = 1
+    cluster: int = 1
+    dynamic: bool = False
     element_bytes: int = 2
     output_bytes: int = 2
 
@@ -124,25 +138,42 @@ class ForwardConfig:
 
     # (the kernel calls them on dynamic integers, for which Python's min and max cannot decide, and hands over the DSL's)
 
-    def key_blocks(self, m_block, seqlen_q, seqlen_k, min=min, max=max):
-        """Key blocks that query tile `m_block` reads: 0 <= n < the returned number (0 when every row is masked).
+    def first_query(self, m_block, consumer=0):
+        """The query of the first row of a consumer's 64 in tile `m_block`."""
+        return (m_block * self.tile_m + consumer * WGMMA_M) // self.pack_gqa
 
-        Blocks are visited from the highest n down. Causal rows see keys `col <= row + seqlen_k - seqlen_q`.
+    def last_query(self, m_block):
+        """The query of the tile's last row, whether it exists or not."""
+        return ((m_block + 1) * self.tile_m - 1) // self.pack_gqa
+
+    def key_blocks(self, m_block, seqlen_q, seqlen_k, min=min, max=max, right=0):
+        """The end of the key blocks that query tile `m_block` reads: first_key_block <= n < the returned number.
+
+        Blocks are visited from the highest n down. Query i of a causal tile sees keys `<= i + seqlen_k - seqlen_q`, of one
+        with a window `right` more.
         """
         blocks = ceil_div(seqlen_k, self.tile_n)
-        if self.causal:
-            visible = (m_block + 1) * self.tile_m + seqlen_k - seqlen_q
-            blocks = min(blocks, max(ceil_div(visible, self.tile_n), 0))
+        if self.causal or self.window:
+            visible = self.last_query(m_block) + 1 + seqlen_k - seqlen_q + right
+            blocks = min(blocks, ceil_div(max(visible, 0), self.tile_n))
         return blocks
 
-    def unmasked_key_blocks(self, m_block, seqlen_q, seqlen_k, min=min, max=max, consumer=0):
-        """Of those, how many (the lowest n) need no mask at all: every key exists and every row of `consumer` (and of
-        the consumers after it) sees it. Consumer 0 stands for the whole tile."""
+    def unmasked_key_blocks(self, m_block, seqlen_q, seqlen_k, min=min, max=max, consumer=0, right=0):
+        """The end of those that need no mask at their right: every key exists and every row of `consumer` (and of the
+        consumers after it) sees it, as far as the window's left side does not forbid. Consumer 0 stands for the whole tile."""
         blocks = seqlen_k // self.tile_n
-        if self.causal:
-            visible = m_block * self.tile_m + consumer * WGMMA_M + 1 + seqlen_k - seqlen_q
-            blocks = min(blocks, max(visible // self.tile_n, 0))
+        if self.causal or self.window:
+            visible = self.first_query(m_block, consumer) + 1 + seqlen_k - seqlen_q + right
+            blocks = min(blocks, max(visible, 0) // self.tile_n)
         return blocks
+
+    def first_key_block(self, m_block, seqlen_q, seqlen_k, left, max=max):
+        """The first key block that some row of the tile sees: query i sees keys `>= i + seqlen_k - seqlen_q - left`."""
+        return max(self.first_query(m_block) + seqlen_k - seqlen_q - left, 0) // self.tile_n
+
+    def first_unmasked_key_block(self, m_block, seqlen_q, seqlen_k, left, max=max):
+        """The first key block whose keys the window's left side forbids to no row of the tile."""
+        return ceil_div(max(self.last_query(m_block) + seqlen_k - seqlen_q - left, 0), self.tile_n)
 
     # --- budget ----------------------------------------------------------------------------------------------------
 
@@ -160,8 +191,10 @@ class ForwardConfig:
         """Returns self, or raises ValueError with the broken rule and, where it is one of room, the budget."""
         shape = (
             (
-                self.head_dim % SWIZZLE_ELEMENTS == 0 == self.head_dim_v % SWIZZLE_ELEMENTS,
-                "head dims must be multiples of 64",
+                self.head_dim * self.element_bytes % SWIZZLE_BYTES
+                == 0
+                == self.head_dim_v * self.element_bytes % SWIZZLE_BYTES,
+                "head dims must be whole numbers of 64 bytes",
             ),
             (
                 self.tile_m % WGMMA_M == 0 and self.consumer_warpgroups in REGISTER_SPLIT,
@@ -169,6 +202,13 @@ class ForwardConfig:
             ),
             (self.tile_n % 16 == 0 and 16 <= self.tile_n <= 256, "tile_n must be a multiple of 16 in 16..256"),
             (self.stages in (1, 2, 4, 8), "stages must be 1, 2, 4 or 8"),
+            (not (self.causal and self.window), "causal is the window whose right side is 0: one of them"),
+            (self.pack_gqa in (1, 2, 4, 8, 16, 32, 64), "pack_gqa must be a power of two up to 64"),
+            (self.cluster in (1, 2), "cluster must be 1 or 2"),
+            (
+                self.cluster == 1 or not (self.causal or self.window or self.dynamic),
+                "CTAs of a cluster must read the same key blocks: no mask, tiles by plan",
+            ),
         )
         for ok, rule in shape:
             if not ok:
@@ -180,21 +220,45 @@ class ForwardConfig:
         return self
 
 
-# (tile_m, tile_n) by compiled head dim: as many keys as shared memory and registers allow (d256: 80, since two stages of
-# 96 need more than 227 KB), three consumers where a row's output is narrow enough for 160 registers.
-TILES = {64: (192, 128), 128: (128, 128), 192: (128, 112), 256: (128, 80)}
+# (tile_m, tile_n) by compiled head dims of Q and K, and of V: as many keys as shared memory and registers allow (d256: 80,
+# since two stages of 96 need more than 227 KB), three consumers where a row's output is narrow enough for 160 registers.
+TILES = {
+    (64, 64): (192, 128),
+    (96, 96): (192, 112),
+    (128, 128): (128, 128),
+    (192, 128): (128, 128),
+    (192, 192): (128, 112),
+    (256, 256): (128, 80),
+}
 
 # Causal tiles of 192 rows leave much of a short sequence masked: up to this many queries 128 rows are faster
 # (H200, d64: 512 queries 39 %, 1024 12 %, 2048 8 %; 4096 and longer slower).
 SHORT_CAUSAL = 2048
 
 
-def forward_config(head_dim: int, head_dim_v: int, causal: bool, seqlen_q: int | None = None) -> ForwardConfig:
-    """The configuration for tensors of these head dims (multiples of 8, at most 256); without `seqlen_q`, for long ones."""
-    tile_d = next(d for d in HEAD_DIMS if d >= max(head_dim, head_dim_v))
-    tile_m, tile_n = TILES[tile_d]
-    if causal and seqlen_q is not None and seqlen_q <= SHORT_CAUSAL:
+def forward_config(
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    seqlen_q: int | None = None,
+    *,
+    window: bool = False,
+    softcap: bool = False,
+    sinks: bool = False,
+    pack_gqa: int = 1,
+) -> ForwardConfig:
+    """The configuration for tensors of these head dims (multiples of 8, at most 256); without `seqlen_q`, for long ones.
+
+    `seqlen_q` counts queries. The other arguments are `ForwardConfig`'s.
+    """
+    tile_d, tile_dv = (next(d for d in HEAD_DIMS if d >= x) for x in (head_dim, head_dim_v))
+    widest = max(tile_d, tile_dv)
+    tile_m, tile_n = TILES.get((tile_d, tile_dv), TILES[widest, widest])
+    if (causal or window) and seqlen_q is not None and seqlen_q * pack_gqa <= SHORT_CAUSAL:
         tile_m = min(tile_m, 128)
-    config = ForwardConfig(tile_d, tile_d, tile_m, tile_n, causal=causal, ping_pong=True)
+    config = ForwardConfig(
+        tile_d, tile_dv, tile_m, tile_n,
+        causal=causal, ping_pong=True, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
+    )  # fmt: skip
     roomier = replace(config, own_output=True)
     return (roomier if roomier.smem_bytes <= SMEM_LIMIT else config).validate()

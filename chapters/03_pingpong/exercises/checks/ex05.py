@@ -69,7 +69,7 @@ def _(t, shared_bytes, registers, widest):
 
 @EXERCISE.holds("the library's tiles fit", "its tile_n is at most the widest")
 def _(t, shared_bytes, registers, widest):
-    for d in TILES:
+    for d, _ in TILES:
         c = forward_config(d, d, False)
         got = widest(d, c.consumer_warpgroups, c.stages, c.own_output, True)
         t.expect(c.tile_n <= got <= 256, f"d {d}: the library takes {c.tile_n} keys, you allow {got}")

@@ -9,21 +9,23 @@ import torch
 import triton
 import triton.language as tl
 
+GROUP = 32  # keys, `fa3_lib.quantize.KEY_GROUP`
 TRANSPOSE_KEYS, TRANSPOSE_COLUMNS = 128, 64  # a program's tile of V: whole 128-byte lines on the side of the keys
 
 
 # fmt: off
 # lengths stay numbers of the launch, 1 included: one compile serves all shapes
-@triton.jit(do_not_specialize=["seqlen", "heads", "head_dim", "padded"])
+@triton.jit(do_not_specialize=["seqlen", "heads", "groups"])
 def transpose_v_kernel(
     V, v_batch, v_row, v_head, v_column,  # (batch, seqlen, heads, head_dim) uint8, any strides
     OUT,  # (batch, heads, head_dim, padded) uint8, contiguous
-    seqlen, heads, head_dim, padded,
-    KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    seqlen, heads, groups,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     # fmt: on
     """One program: a tile of KEYS x COLUMNS of one head, read along columns and written along keys."""
-    key_tiles, column_tiles = tl.cdiv(padded, KEYS), tl.cdiv(head_dim, COLUMNS)
+    padded = groups * GROUP  # a visible multiple of 32: stores of 16 bytes
+    key_tiles, column_tiles = tl.cdiv(padded, KEYS), tl.cdiv(HEAD_DIM, COLUMNS)
     tile = tl.program_id(0)
     first_column = tile % column_tiles * COLUMNS
     head = (tile // column_tiles % heads).to(tl.int64)  # 64 bits: offsets may pass 2^31
@@ -34,12 +36,12 @@ def transpose_v_kernel(
     # 32 group + 16 half + 4 quad + 2 j + e holds key 32 group + 16 half + 8 j + 2 quad + e
     key = (position & ~14) | ((position & 2) << 2) | ((position & 12) >> 1)
     column = first_column + tl.arange(0, COLUMNS)
-    exists = (key < seqlen)[:, None] & (column < head_dim)[None, :]
+    exists = (key < seqlen)[:, None] & (column < HEAD_DIM)[None, :]
     V += batch * v_batch + head * v_head
     v = tl.load(V + key.to(tl.int64)[:, None] * v_row + column[None, :] * v_column, mask=exists, other=0)
 
-    OUT += (batch * heads + head) * head_dim * padded
-    inside = (column < head_dim)[:, None] & (position < padded)[None, :]
+    OUT += (batch * heads + head) * HEAD_DIM * padded
+    inside = (column < HEAD_DIM)[:, None] & (position < padded)[None, :]
     tl.store(OUT + column.to(tl.int64)[:, None] * padded + position[None, :], tl.trans(v), mask=inside)
 
 
@@ -51,8 +53,8 @@ def transpose_v(v: torch.Tensor, out: torch.Tensor) -> None:
     tiles = batch * heads * triton.cdiv(padded, TRANSPOSE_KEYS) * triton.cdiv(head_dim, TRANSPOSE_COLUMNS)
     with on_device_of(v):
         transpose_v_kernel[(tiles,)](
-            v, *v.stride(), out, v.shape[1], heads, head_dim, padded,
-            KEYS=TRANSPOSE_KEYS, COLUMNS=TRANSPOSE_COLUMNS, num_warps=4,
+            v, *v.stride(), out, v.shape[1], heads, padded // GROUP,
+            GROUP=GROUP, HEAD_DIM=head_dim, KEYS=TRANSPOSE_KEYS, COLUMNS=TRANSPOSE_COLUMNS, num_warps=4,
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ property that must see it; `GENERIC` spoils the results of any exercise.
 
 import json
 import os
+import runpy
 import secrets
 import subprocess
 import sys
@@ -569,6 +570,7 @@ WRONG = {
         "byte by byte": ("    k0, k1, k2, k3 = np.moveaxis", "    for _ in range(8):\n        permute(registers[..., 0], registers[..., 1], 0)\n    k0, k1, k2, k3 = np.moveaxis", "eight permutes"),
     },
 }  # fmt: skip
+WRONG |= runpy.run_path(str(Path(__file__).with_name("test_bug_labs_04.py")))["WRONG"]  # chapter 4, around the kernel
 
 # what becomes of the tuple `results`; numbers, arrays and tensors all take these operators
 GENERIC = {
@@ -604,6 +606,7 @@ BY_SHAPE_IS_RIGHT = (
     "03.5",
     "03.7",
     "03.8",
+    "04.12",
 )
 
 

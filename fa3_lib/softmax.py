@@ -27,26 +27,41 @@ def row_in_tile(thread: Int32, r: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
+def cap(acc_S: cute.Tensor, factor: Float32):
+    """Each raw score s becomes tanh(s * factor), by the MUFU (absolute error up to 2^-11)."""
+    for i in cutlass.range_constexpr(cute.size(acc_S)):
+        acc_S[i] = cute.math.tanh(acc_S[i] * factor, fastmath=True)
+
+
+@cute.jit
 def mask(
     acc_S: cute.Tensor,
     thread: Int32,
     first_row: Int32,
     first_col: Int32,
-    seqlen_q: Int32,
     seqlen_k: Int32,
-    causal: cutlass.Constexpr,
+    shift: Int32,
+    left: Int32 | None,
+    right: Int32 | None,
+    pack_gqa: cutlass.Constexpr,
 ):
-    """Scores of keys that do not exist, or that a causal row (aligned bottom-right) must not see, become -inf."""
+    """Scores become -inf for keys that do not exist, or lie more than `right` after or `left` before a row's position.
+
+    A row's position is the key `query + shift`; `None` is an unlimited side. first_row counts queries times pack_gqa.
+    """
     scores = by_rows(acc_S)
     thread_col = first_col + 2 * (thread % THREADS_PER_ROW)
     for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-        # thread-relative limit: each element compares against its own compile-time column
-        limit = seqlen_k
-        if const_expr(causal):
-            limit = cutlass.min(limit, first_row + row_in_tile(thread, r) + 1 + seqlen_k - seqlen_q)
-        limit = limit - thread_col
+        # thread-relative limits: each element compares its own compile-time column against them
+        position = (first_row + row_in_tile(thread, r)) // pack_gqa + shift
+        end = seqlen_k if const_expr(right is None) else cutlass.min(seqlen_k, position + right + 1)
+        end = end - thread_col
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            scores[r, c] = -Float32.inf if limit <= 8 * (c // 2) + c % 2 else scores[r, c]
+            scores[r, c] = -Float32.inf if end <= 8 * (c // 2) + c % 2 else scores[r, c]
+        if const_expr(left is not None):
+            first = position - left - thread_col
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                scores[r, c] = -Float32.inf if first > 8 * (c // 2) + c % 2 else scores[r, c]
 
 
 @cute.jit
@@ -71,9 +86,11 @@ def step(
         old_max = row_max[r]
         maxima = [scores[r, c] for c in range(CHAINS)]
         if const_expr(r > 0):
-            # + 0 * P of the row before: its exponentials start before this row's maximum, whose instructions then
-            # run in the issue slots that the MUFU leaves free (2 to 5 % of the kernel's time at d128 and d256)
-            maxima = [early_p * Float32(0.0) + m for m in maxima]
+            # the maximum with -inf * P of the row before: its exponentials start before this row's maximum, whose instructions
+            # then run in the issue slots that the MUFU leaves free (2 to 5 % of the kernel's time at d128 and d256).
+            # Where P is 0 or NaN the product is NaN, which fmax ignores
+            tie = early_p * -Float32.inf
+            maxima = [cute.arch.fmax(m, tie) for m in maxima]
         for c in cutlass.range_constexpr(CHAINS, columns):
             maxima[c % CHAINS] = cute.arch.fmax(maxima[c % CHAINS], scores[r, c])
         new_max = cute.arch.fmax(cute.arch.fmax(maxima[0], maxima[1]), cute.arch.fmax(maxima[2], maxima[3]))
@@ -108,18 +125,28 @@ def to_operand(acc_S: cute.Tensor, tOrP: cute.Tensor):
 
 
 @cute.jit
-def finalize(row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
-    """(1 / row sum, LSE) per row over all its threads; (0, -inf) for a row that saw no key."""
+def finalize(row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32, sink_log2: cute.Tensor | None = None):
+    """(1 / row sum, LSE) per row over all its threads; (0, -inf) for a row that saw no key.
+
+    sink_log2: per row a further logit of the sum, times log2(e), which belongs to no key; (0, sink) for a row that saw no key.
+    """
     inverse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
     lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
     for r in cutlass.range_constexpr(ROWS_PER_THREAD):
         total = row_sum[r]
         total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
         total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-        empty = row_max[r] == -Float32.inf
-        inverse[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
-        log_sum = row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)
-        lse[r] = -Float32.inf if empty else log_sum * math.log(2.0)
+        top = row_max[r] * scale_log2
+        seen = Float32(1.0)
+        if const_expr(sink_log2 is not None):
+            new_top = cute.arch.fmax(top, sink_log2[r])
+            subtracted = Float32(0.0) if new_top == -Float32.inf else new_top
+            seen = cute.math.exp2(top - subtracted, fastmath=True)
+            total = total * seen + cute.math.exp2(sink_log2[r] - subtracted, fastmath=True)
+            top = new_top
+        empty = top == -Float32.inf
+        inverse[r] = Float32(0.0) if empty else seen * cute.arch.rcp_approx(total)
+        lse[r] = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * math.log(2.0)
     return inverse, lse
 
 

@@ -1,0 +1,314 @@
+"""The consumer's side: one warpgroup's products, softmax between them, and its output.
+
+Each consumer has 64 query rows of every tile. Its main loop keeps two products in flight, S of a block and P V of the block
+before, and does its softmax under them and under the products of the other consumers (ping-pong: they take turns in issuing).
+"""
+
+import enum
+import math
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.cute.nvgpu as nvgpu
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from fa3_lib import softmax
+from fa3_lib.config import WARPGROUP, WGMMA_M, ForwardConfig
+from fa3_lib.loads import Ring, partition_tma
+from fa3_lib.walk import Walk
+
+WARP = 32
+
+
+class NamedBarrier(enum.IntEnum):
+    """Hardware barriers 1..15 of a CTA; 0 belongs to sync_threads()."""
+
+    EPILOGUE = 1  # + consumer: the warps of one consumer, around its output tile
+    TURN = 4  # + consumer: it may issue its GEMMs (the consumer waits, the one before it arrives)
+
+
+class Scores:
+    """What turns products into probabilities: the scale, the softcap and the mask of one call.
+
+    Queries and keys are aligned at their ends: query i stands at key `i + seqlen_k - seqlen_q`, sees `left` keys before and
+    `right` after it (causal: 0 after). `factor` is applied before the softcap's tanh, `scale_log2` after.
+    """
+
+    def __init__(self, config: ForwardConfig, seqlen_q, seqlen_k, scale_log2, factor, left, right):
+        self.config, self.seqlen_q, self.seqlen_k = config, seqlen_q, seqlen_k
+        self.scale_log2, self.factor, self.left, self.right = scale_log2, factor, left, right
+
+    def key_range(self, m_block: Int32):
+        """(first, end) of the key blocks that a tile reads."""
+        cfg, lengths = self.config, (self.seqlen_q, self.seqlen_k)
+        end = cfg.key_blocks(m_block, *lengths, cutlass.min, cutlass.max, self.right)
+        first = cfg.first_key_block(m_block, *lengths, self.left, cutlass.max) if cfg.window else Int32(0)
+        return first, end
+
+    def unmasked_range(self, m_block: Int32, consumer: Int32):
+        """(first, end) of those that need no mask in this consumer."""
+        cfg, lengths = self.config, (self.seqlen_q, self.seqlen_k)
+        end = cfg.unmasked_key_blocks(m_block, *lengths, cutlass.min, cutlass.max, consumer, self.right)
+        first = cfg.first_unmasked_key_block(m_block, *lengths, self.left, cutlass.max) if cfg.window else Int32(0)
+        return first, end
+
+    @cute.jit
+    def prepare(self, acc_S: cute.Tensor, thread: Int32, first_row: Int32, first_col: Int32, masked: cutlass.Constexpr):
+        """Softcap and, if `masked`, -inf for keys that a row must not see."""
+        cfg = self.config
+        if const_expr(cfg.softcap):
+            softmax.cap(acc_S, self.factor)
+        if const_expr(masked):
+            position = self.seqlen_k - self.seqlen_q
+            left = self.left if const_expr(cfg.window) else None
+            right = self.right if const_expr(cfg.window) else Int32(0) if const_expr(cfg.causal) else None
+            softmax.mask(acc_S, thread, first_row, first_col, self.seqlen_k, position, left, right, cfg.pack_gqa)
+
+
+class Consumer:
+    """One consumer warpgroup. sQ `(64, d)`, sK `(tile_n, d, stage)`, sV `(dv, tile_n, stage)`, sO `(64, dv)`."""
+
+    def __init__(
+        self,
+        config: ForwardConfig,
+        dtype,
+        walk: Walk,
+        scores: Scores,
+        consumer,
+        Q: Ring,
+        K: Ring,
+        V: Ring,
+        sQ,
+        sK,
+        sV,
+        sO,
+    ):
+        self.config, self.dtype, self.walk, self.scores, self.consumer = config, dtype, walk, scores, consumer
+        self.Q, self.K, self.V, self.sO = Q, K, V, sO
+        self.thread = cute.arch.thread_idx()[0] % WARPGROUP
+        self.mma_qk, self.mma_qk_first, self.mma_pv = (
+            make_mma_qk(config, dtype, True),
+            make_mma_qk(config, dtype, False),
+            make_mma_pv(config, dtype),
+        )
+        thr_qk, thr_pv = self.mma_qk.get_slice(self.thread), self.mma_pv.get_slice(self.thread)
+        self.tSrQ = self.mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
+        self.tSrK = self.mma_qk.make_fragment_B(thr_qk.partition_B(sK))
+        self.tOrV = self.mma_pv.make_fragment_B(thr_pv.partition_B(sV))
+
+    @cute.jit
+    def run(self, tma_O, mO, mLSE, mSinks):
+        """All tiles of the walk. mO `(rows, dv, heads, b)`, mLSE `(b, query heads, sq)` or None, mSinks `(query heads,)` or None."""
+        cfg, scale_log2 = self.config, self.scores.scale_log2
+        if const_expr(cfg.ping_pong):  # noqa: SIM102, decided while tracing; the next one while running
+            if self.consumer == 0:  # the first turn is consumer 0's
+                self.pass_turn(cfg.consumer_warpgroups - 1)
+        taken, done, index = Int32(0), Int32(0), self.walk.first()  # tiles and blocks (the place in both rings) so far
+        while index < self.walk.end:
+            m_block, head, batch = self.walk.tile(index)
+            first_row = m_block * cfg.tile_m + self.consumer * WGMMA_M
+            first, end = self.scores.key_range(m_block)
+            n_blocks = cutlass.max(end - first, 0)
+
+            self.Q.wait(taken)
+            # `done` in a uniform register: the WGMMA descriptors of its stages are then computed there too
+            acc_O, row_max, row_sum = self.attend(
+                m_block, first_row, end, n_blocks, taken, cute.arch.make_warp_uniform(done)
+            )
+            done += n_blocks
+
+            sink_log2 = None
+            if const_expr(cfg.sinks):
+                sink_log2 = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
+                for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
+                    row = first_row + softmax.row_in_tile(self.thread, r)
+                    sink_log2[r] = mSinks[head * cfg.pack_gqa + row % cfg.pack_gqa] * math.log2(math.e)
+            row_scale, row_lse = softmax.finalize(row_max, row_sum, scale_log2, sink_log2)
+            softmax.scale_rows(acc_O, row_scale)
+            if const_expr(mLSE is not None):
+                self.store_lse(mLSE[batch, None, None], head, row_lse, first_row)
+            gO = cute.local_tile(mO[None, None, head, batch], (WGMMA_M, cfg.head_dim_v), (None, 0))
+            self.store_output(tma_O, acc_O, gO[None, None, m_block * cfg.consumer_warpgroups + self.consumer], taken)
+            index = self.walk.next(index, taken)
+            taken += 1
+        self.wait_for_store()  # shared memory must outlive the last store
+
+    @cute.jit
+    def attend(self, m_block, first_row, end, n_blocks, taken, done):
+        """One tile; returns acc_O, row_max, row_sum, not yet normalised.
+
+        Blocks are counted in the order of their visit, j = 0 for the last keys. Those masked at their right come first,
+        those masked by the window's left side last.
+        """
+        cfg, tile_n = self.config, self.config.tile_n
+        acc_S = cute.make_rmem_tensor(self.mma_qk.partition_shape_C((WGMMA_M, tile_n)), Float32)
+        tOrP = cute.make_rmem_tensor(self.mma_pv.partition_shape_A((WGMMA_M, tile_n)), self.dtype)
+        acc_O = cute.make_rmem_tensor(self.mma_pv.partition_shape_C((WGMMA_M, cfg.head_dim_v)), Float32)
+        row_max = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
+        row_sum = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
+        shrink = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
+        acc_O.fill(0.0)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        shrink.fill(1.0)
+        state = (acc_S, tOrP, acc_O, row_max, row_sum, shrink)
+
+        if n_blocks > 0:
+            # block 0: S, and its softmax, with nothing of this tile to overlap with
+            self.issue_qk(acc_S, done)
+            warpgroup.wait_group(0)
+            self.K.release(done)
+            self.scores.prepare(acc_S, self.thread, first_row, (end - 1) * tile_n, masked=True)
+            softmax.step(acc_S, row_max, row_sum, self.scores.scale_log2, may_be_empty=True)
+            softmax.to_operand(acc_S, tOrP)
+
+            first_unmasked, end_unmasked = self.scores.unmasked_range(m_block, self.consumer)
+            n_right = cutlass.max(end - end_unmasked, 1)
+            n_full = n_blocks
+            if const_expr(cfg.window):
+                n_right = cutlass.min(n_right, n_blocks)
+                n_full = cutlass.max(cutlass.min(end - first_unmasked, n_blocks), n_right)
+            for j in cutlass.range(1, n_right, unroll=1):
+                self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, masked=True)
+            for j in cutlass.range(n_right, n_full, unroll=1):
+                self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, masked=False)
+            if const_expr(cfg.window):
+                for j in cutlass.range(n_full, n_blocks, unroll=1):
+                    self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, masked=True)
+
+            self.release_q(taken)
+            if const_expr(self.rescales_late):
+                softmax.scale_rows(acc_O, shrink)
+            self.issue_pv(tOrP, acc_O, done + n_blocks - 1)
+            warpgroup.wait_group(0)
+            self.V.release(done + n_blocks - 1)
+        else:
+            self.release_q(taken)
+        return acc_O, row_max, row_sum
+
+    @cute.jit
+    def pair(self, state, block, first_row, first_col, masked: cutlass.Constexpr):
+        """In this consumer's turn: starts S = Q K^T of `block` and O += P V of the block before; then, under the latter,
+        the softmax of `block`."""
+        acc_S, tOrP, acc_O, row_max, row_sum, shrink = state
+        if const_expr(self.config.ping_pong):
+            cute.arch.barrier(barrier_id=NamedBarrier.TURN + self.consumer, number_of_threads=2 * WARPGROUP)
+        self.issue_qk(acc_S, block)
+        if const_expr(self.rescales_late):
+            softmax.scale_rows(acc_O, shrink)
+        self.issue_pv(tOrP, acc_O, block - 1)
+        if const_expr(self.config.ping_pong):
+            self.pass_turn(self.consumer)
+        warpgroup.wait_group(1)
+        self.K.release(block)
+
+        self.scores.prepare(acc_S, self.thread, first_row, first_col, masked)
+        new_shrink = softmax.step(acc_S, row_max, row_sum, self.scores.scale_log2, masked)
+        warpgroup.wait_group(0)
+        self.V.release(block - 1)
+        softmax.to_operand(acc_S, tOrP)
+        if const_expr(self.rescales_late):
+            for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
+                shrink[r] = new_shrink[r]
+        else:
+            softmax.scale_rows(acc_O, new_shrink)
+
+    @property
+    def rescales_late(self) -> bool:
+        """Whether O shrinks only before its next product, under the S that has just been started."""
+        return self.config.head_dim_v > 128
+
+    @cute.jit
+    def issue_qk(self, acc_S, block):
+        self.K.wait(block)
+        stage = cute.arch.make_warp_uniform(self.K.stage(block))
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(self.tSrQ, mode=[2])):
+            mma = self.mma_qk_first if const_expr(k == 0) else self.mma_qk
+            cute.gemm(mma, acc_S, self.tSrQ[None, None, k], self.tSrK[None, None, k, stage], acc_S)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def issue_pv(self, tOrP, acc_O, block):
+        self.V.wait(block)
+        stage = cute.arch.make_warp_uniform(self.V.stage(block))
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
+            cute.gemm(self.mma_pv, acc_O, tOrP[None, None, k], self.tOrV[None, None, k, stage], acc_O)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release_q(self, taken):
+        """After the tile's last S: the next Q may come, unless the output is to take its place first."""
+        if const_expr(self.config.own_output):
+            self.Q.release(taken)
+
+    @cute.jit
+    def pass_turn(self, consumer):
+        following = (consumer + 1) % self.config.consumer_warpgroups
+        cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + following, number_of_threads=2 * WARPGROUP)
+
+    # --- epilogue ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_lse(self, gLSE, head, row_lse, first_row):
+        """gLSE `(query heads, sq)` of one batch element."""
+        pack = self.config.pack_gqa
+        for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
+            row = first_row + softmax.row_in_tile(self.thread, r)
+            if self.thread % softmax.THREADS_PER_ROW == 0 and row < self.scores.seqlen_q * pack:
+                gLSE[head * pack + row % pack, row // pack] = row_lse[r]
+
+    @cute.jit
+    def store_output(self, tma_O, acc_O, gO, taken):
+        """fp32 registers -> 16 bit -> stmatrix -> the consumer's 64 rows of shared memory -> TMA store."""
+        own_output = self.config.own_output
+        barrier = NamedBarrier.EPILOGUE + self.consumer
+        out_type = self.sO.element_type
+        rO = cute.make_rmem_tensor_like(acc_O, out_type)
+        rO.store(acc_O.load().to(out_type))
+        r2s = cute.make_tiled_copy_C(cute.make_copy_atom(nvgpu.warp.StMatrix8x8x16bOp(False, 4), out_type), self.mma_pv)
+        thr_r2s = r2s.get_slice(self.thread)
+
+        # the memory is free: the output before has left it, or every warp has read its last Q there
+        if const_expr(own_output):
+            self.wait_for_store()
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+        cute.copy(r2s, thr_r2s.retile(rO), thr_r2s.partition_D(self.sO))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+        if self.thread < WARP:
+            tOsO, tOgO = partition_tma(tma_O, self.sO, gO)
+            cute.copy(tma_O, tOsO, tOgO)
+            cute.arch.cp_async_bulk_commit_group()
+        if const_expr(not own_output):
+            self.wait_for_store()
+            if self.thread < WARP:
+                self.Q.release(taken)
+
+    @cute.jit
+    def wait_for_store(self):
+        """Until the storing warp's TMA store has read its shared memory."""
+        if self.thread < WARP:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def make_mma_qk(config: ForwardConfig, dtype, accumulate: bool) -> cute.TiledMma:
+    """S (64, tile_n) = Q (64, d) K^T (d, tile_n), both operands K-major in shared memory."""
+    mma = hopper.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (WGMMA_M, config.tile_n)
+    )
+    mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+    return mma
+
+
+def make_mma_pv(config: ForwardConfig, dtype) -> cute.TiledMma:
+    """O (64, dv) += P (64, tile_n) V (tile_n, dv): P from registers, V as it was loaded (dv contiguous, MN-major)."""
+    mma = hopper.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
+        (1, 1, 1), (WGMMA_M, config.head_dim_v), warpgroup.OperandSource.RMEM,
+    )  # fmt: skip
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    return mma

@@ -1,0 +1,115 @@
+"""Which tile comes next: the walk of a persistent CTA over (m_block, head, batch). All its roles take the same steps.
+
+Three walks, by `ForwardConfig`:
+
+    plain       tiles of one head are neighbours, so that they share K and V in L2; CTA i takes i, i + ctas, ...
+                With clusters, two neighbouring m_blocks make one unit, one for each CTA of a cluster.
+    pairs       (causal) tiles differ in length: a CTA takes a long one and its short mirror image (the last rows and the
+                first, and so on) one after the other; every pair is equally long.
+    dynamic     (causal) a warp of each CTA takes the number of the next tile from a counter in global memory. The long ones
+                come first, within sections of heads whose K and V fit in L2 together.
+
+A place in the walk is an Int32, `index`: `first()`, then `next(index)` while `index < end`; `tile(index)` says what it is.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from fa3_lib.config import ForwardConfig, ceil_div
+
+L2_BYTES = 32 * 2**20  # what the K and V of a section may fill of the 50 MB: Q, O and the next section want some, too
+
+
+class Walk:
+    """The walk of one kernel. `rows` is queries times pack_gqa, `heads` the query heads divided by pack_gqa."""
+
+    def __init__(self, config: ForwardConfig, rows: Int32, heads: Int32, batch: Int32, section: Int32, mailbox=None):
+        self.config = config
+        self.m_blocks, self.heads, self.sequences = ceil_div(rows, config.tile_m), heads, heads * batch
+        self.section = section  # heads that the dynamic walk keeps together
+        self.mailbox = mailbox  # of the dynamic walk
+        pairs = config.causal and not config.dynamic
+        self.tiles_per_unit = 2 if pairs or config.cluster > 1 else 1
+        self.units_per_head = ceil_div(self.m_blocks, self.tiles_per_unit)
+        units = self.units_per_head * self.sequences
+        self.end = 2 * units if pairs else units
+
+    @cute.jit
+    def first(self) -> Int32:
+        cta = cute.arch.block_idx()[0]
+        if const_expr(self.config.cluster > 1):
+            return cta // self.config.cluster
+        return 2 * cta if const_expr(self.config.causal and not self.config.dynamic) else cta
+
+    @cute.jit
+    def next(self, index: Int32, taken: Int32) -> Int32:
+        """The place after `index`; `taken` places were taken before it (the dynamic walk counts phases by it)."""
+        ctas = cute.arch.grid_dim()[0]
+        following = index
+        if const_expr(self.config.dynamic):
+            following = self.mailbox.read(taken)
+        elif const_expr(self.config.causal):
+            # the middle tile of an odd number has no partner
+            partner = (index & 1) == 0 and 2 * (index // 2 % self.units_per_head) + 1 < self.m_blocks
+            following = index + 1 if partner else (index // 2 + ctas) * 2
+        else:
+            following = index + ctas // self.config.cluster
+        return following
+
+    @cute.jit
+    def tile(self, index: Int32):
+        """(m_block, head, batch); m_block may lie behind the last one in the second CTA of a cluster."""
+        if const_expr(self.config.dynamic):
+            section = index // (self.section * self.m_blocks)
+            rest = index % (self.section * self.m_blocks)
+            heads = cutlass.min(self.section, self.sequences - section * self.section)
+            m_block = self.m_blocks - 1 - rest // heads
+            sequence = section * self.section + rest % heads
+        elif const_expr(self.config.causal):
+            unit = index >> 1
+            short, sequence = unit % self.units_per_head, unit // self.units_per_head
+            m_block = short if index & 1 else self.m_blocks - 1 - short
+        else:
+            m_block, sequence = index % self.units_per_head, index // self.units_per_head
+            if const_expr(self.config.cluster > 1):
+                m_block = self.config.cluster * m_block + cute.arch.block_idx_in_cluster()
+        return m_block, sequence % self.heads, sequence // self.heads
+
+
+class Mailbox:
+    """One Int32 in shared memory: the scheduler warp posts the next index, every other working warp reads it.
+
+    A single slot: the next tile is taken when the slowest warp begins with the current one, early enough to hide the
+    counter's latency, late enough to keep the end of the run balanced.
+    """
+
+    def __init__(self, slot: cute.Tensor, full, empty):
+        self.slot, self.full, self.empty = slot, full, empty
+
+    @cute.jit
+    def read(self, taken: Int32) -> Int32:
+        cute.arch.mbarrier_wait(self.full, taken & 1)
+        index = cute.arch.make_warp_uniform(self.slot[0])
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty)
+        return index
+
+    @cute.jit
+    def serve(self, counter: cute.Tensor, end: Int32):
+        """The scheduler warp: posts indices until one is past the end; the last CTA to finish resets the counter.
+
+        counter: two Int32 in global memory, 0 before the launch and again after it: tiles handed out, CTAs that are done.
+        """
+        ctas, slot = cute.arch.grid_dim()[0], self.slot
+        if cute.arch.lane_idx() == 0:
+            posted, index = Int32(0), Int32(0)
+            while index < end:
+                cute.arch.mbarrier_wait(self.empty, (posted & 1) ^ 1)
+                index = ctas + cute.arch.atomic_add(counter.iterator, Int32(1))
+                slot[0] = index
+                cute.arch.mbarrier_arrive(self.full)
+                posted += 1
+            if cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu") == ctas - 1:
+                counter[0] = 0
+                counter[1] = 0

@@ -6,12 +6,15 @@ keeps nothing on disk. A file is used only if its name (sources, versions, confi
 else is rebuilt. Processes that need the same kernel at once wait for the first one.
 """
 
+import contextlib
 import functools
 import hashlib
+import importlib
 import os
 import platform
 import tempfile
 import threading
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -24,16 +27,23 @@ from fa3_lib.config import ForwardConfig
 COMPILE_LOCK = threading.RLock()
 
 SYMBOL = "fa3_lib_forward"
-DEVICE_SOURCES = ("config.py", "softmax.py", "forward_sm90.py")
+HOST_SOURCES = ("__init__.py", "interface.py", "quantize.py", "quantize_triton.py", "reference.py", "tiled.py")
+# every other file of the package may shape machine code: a file that nobody thought of costs a compilation, not a stale kernel
+DEVICE_SOURCES = tuple(sorted(p.name for p in Path(__file__).parent.glob("*.py") if p.name not in HOST_SOURCES))
+REQUIRED_MODULES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # module: the package that brings it
 VERSIONED_PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
 
 _kernels: dict = {}
 
 
 def forward_kernel(config: ForwardConfig, dtype: torch.dtype, with_lse: bool):
-    """The launchable kernel `fn(q, k, v, out, lse, softmax_scale, max_ctas)`, compiled or loaded on first use.
+    """The launchable kernel, compiled or loaded on first use.
+
+    It is called as `fn(q, k, v, out, lse, sinks, counter, softmax_scale, softcap, window_left, window_right, max_ctas)`:
+    `lse` None without `with_lse`, `sinks` and `counter` None unless the configuration has them, tensors unpacked.
 
     Raises:
+        ImportError: CuTe DSL is not installed; the message says what to install.
         RuntimeError: when a CUDA graph is being captured and the kernel is not loaded yet.
     """
     key = (config, dtype, with_lse)
@@ -71,6 +81,13 @@ def _source_and_versions() -> str:
 
 
 def _load_or_compile(*key):
+    for module, package in REQUIRED_MODULES.items():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ImportError(
+                f"fa3_lib compiles its kernels with CuTe DSL, and importing {module} failed ({error}): pip install {package}"
+            ) from error
     folder = cache_dir()
     if folder is None:
         return _compile(*key)
@@ -90,7 +107,18 @@ def _load_or_compile(*key):
 def _compile(config: ForwardConfig, dtype: torch.dtype, with_lse: bool):
     from fa3_lib.forward_sm90 import compile_forward
 
-    return compile_forward(config, dtype, options="--enable-tvm-ffi", with_lse=with_lse)
+    with compiling():
+        return compile_forward(config, dtype, options="--enable-tvm-ffi", with_lse=with_lse)
+
+
+@contextlib.contextmanager
+def compiling():
+    """Around `cute.compile`: one thread at a time, without the DSL's advice on loops that are unrolled on purpose."""
+    from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+
+    with COMPILE_LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DSLOptimizationWarning)
+        yield
 
 
 def _load(path: Path):

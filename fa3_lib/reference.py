@@ -39,6 +39,7 @@ def attention(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * Q K^T) V in fp64, with the whole score matrix in memory.
 
@@ -49,10 +50,14 @@ def attention(
         softmax_scale: factor on the scores; `head_dim ** -0.5` when None.
         causal, window_size: see `attention_mask`.
         softcap: if positive, scores become `softcap * tanh(scores / softcap)` before the mask.
+        sinks: `(heads,)`, per query head one further logit (natural units, not scaled) that belongs to no key: it enlarges
+            the sum that the exponentials are divided by, and adds nothing to the output (gpt-oss).
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim_v)` fp64, exactly 0 in rows that see no key;
         lse `(batch, heads, seqlen_q)` fp64, natural log of the sum of exponentials of the scaled scores, -inf in such rows.
+        With sinks the sum includes the sink, as the LSE of FlashAttention-4's `learnable_sink` and of vLLM's `s_aux` does;
+        a row that sees no key has LSE = sink.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -66,6 +71,8 @@ def attention(
     scores = scores.masked_fill(~allowed, -math.inf)
 
     lse = torch.logsumexp(scores, dim=-1) if k.shape[1] else scores.new_full(scores.shape[:-1], -math.inf)  # (b, h, sq)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
     # a row without keys has lse = -inf; subtracting 0 instead makes its exponentials 0 and not NaN
     weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
     return (weights @ v64).transpose(1, 2), lse

@@ -55,11 +55,13 @@ class Scores:
         return first, end
 
     @cute.jit
-    def prepare(self, acc_S: cute.Tensor, thread: Int32, first_row: Int32, first_col: Int32, masked: cutlass.Constexpr):
-        """Softcap and, if `masked`, -inf for keys that a row must not see."""
+    def prepare(
+        self, acc_S, factor: Float32, thread: Int32, first_row: Int32, first_col: Int32, masked: cutlass.Constexpr
+    ):
+        """Softcap (its tanh after `factor`) and, if `masked`, -inf for keys that a row must not see."""
         cfg = self.config
         if const_expr(cfg.softcap):
-            softmax.cap(acc_S, self.factor)
+            softmax.cap(acc_S, factor)
         if const_expr(masked):
             position = self.seqlen_k - self.seqlen_q
             left = self.left if const_expr(cfg.window) else None
@@ -69,6 +71,8 @@ class Scores:
 
 class Consumer:
     """One consumer warpgroup. sQ `(64, d)`, sK `(tile_n, d, stage)`, sV `(dv, tile_n, stage)`, sO `(64, dv)`."""
+
+    offset = 0  # P = exp2(scaled score - maximum + offset)
 
     def __init__(
         self,
@@ -84,14 +88,15 @@ class Consumer:
         sK,
         sV,
         sO,
+        descales=None,
     ):
         self.config, self.dtype, self.walk, self.scores, self.consumer = config, dtype, walk, scores, consumer
-        self.Q, self.K, self.V, self.sO = Q, K, V, sO
+        self.Q, self.K, self.V, self.sO, self.descales = Q, K, V, sO, descales
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.mma_qk, self.mma_qk_first, self.mma_pv = (
             make_mma_qk(config, dtype, True),
             make_mma_qk(config, dtype, False),
-            make_mma_pv(config, dtype),
+            make_mma_pv(dtype, config.head_dim_v),
         )
         thr_qk, thr_pv = self.mma_qk.get_slice(self.thread), self.mma_pv.get_slice(self.thread)
         self.tSrQ = self.mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
@@ -101,7 +106,7 @@ class Consumer:
     @cute.jit
     def run(self, tma_O, mO, mLSE, mSinks):
         """All tiles of the walk. mO `(rows, dv, heads, b)`, mLSE `(b, query heads, sq)` or None, mSinks `(query heads,)` or None."""
-        cfg, scale_log2 = self.config, self.scores.scale_log2
+        cfg = self.config
         if const_expr(cfg.ping_pong):  # noqa: SIM102, decided while tracing; the next one while running
             if self.consumer == 0:  # the first turn is consumer 0's
                 self.pass_turn(cfg.consumer_warpgroups - 1)
@@ -112,10 +117,11 @@ class Consumer:
             first, end = self.scores.key_range(m_block)
             n_blocks = cutlass.max(end - first, 0)
 
+            scale_log2, factor, out_scale = self.scales(head, batch)
             self.Q.wait(taken)
             # `done` in a uniform register: the WGMMA descriptors of its stages are then computed there too
             acc_O, row_max, row_sum = self.attend(
-                m_block, first_row, end, n_blocks, taken, cute.arch.make_warp_uniform(done)
+                m_block, first_row, end, n_blocks, taken, cute.arch.make_warp_uniform(done), scale_log2, factor
             )
             done += n_blocks
 
@@ -125,7 +131,10 @@ class Consumer:
                 for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
                     row = first_row + softmax.row_in_tile(self.thread, r)
                     sink_log2[r] = mSinks[head * cfg.pack_gqa + row % cfg.pack_gqa] * math.log2(math.e)
-            row_scale, row_lse = softmax.finalize(row_max, row_sum, scale_log2, sink_log2)
+            row_scale, row_lse = softmax.finalize(row_max, row_sum, scale_log2, sink_log2, self.offset)
+            if const_expr(out_scale is not None):
+                for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
+                    row_scale[r] = row_scale[r] * out_scale
             softmax.scale_rows(acc_O, row_scale)
             if const_expr(mLSE is not None):
                 self.store_lse(mLSE[batch, None, None], head, row_lse, first_row)
@@ -135,8 +144,12 @@ class Consumer:
             taken += 1
         self.wait_for_store()  # shared memory must outlive the last store
 
+    def scales(self, head: Int32, batch: Int32):
+        """Of one tile: the factor of its scores in exp2, the one before the softcap's tanh, the output's (None for 1)."""
+        return self.scores.scale_log2, self.scores.factor, None
+
     @cute.jit
-    def attend(self, m_block, first_row, end, n_blocks, taken, done):
+    def attend(self, m_block, first_row, end, n_blocks, taken, done, scale_log2, factor):
         """One tile; returns acc_O, row_max, row_sum, not yet normalised.
 
         Blocks are counted in the order of their visit, j = 0 for the last keys. Those masked at their right come first,
@@ -160,8 +173,8 @@ class Consumer:
             self.issue_qk(acc_S, done)
             warpgroup.wait_group(0)
             self.K.release(done)
-            self.scores.prepare(acc_S, self.thread, first_row, (end - 1) * tile_n, masked=True)
-            softmax.step(acc_S, row_max, row_sum, self.scores.scale_log2, may_be_empty=True)
+            self.scores.prepare(acc_S, factor, self.thread, first_row, (end - 1) * tile_n, masked=True)
+            softmax.step(acc_S, row_max, row_sum, scale_log2, may_be_empty=True)
             softmax.to_operand(acc_S, tOrP)
 
             first_unmasked, end_unmasked = self.scores.unmasked_range(m_block, self.consumer)
@@ -171,12 +184,12 @@ class Consumer:
                 n_right = cutlass.min(n_right, n_blocks)
                 n_full = cutlass.max(cutlass.min(end - first_unmasked, n_blocks), n_right)
             for j in cutlass.range(1, n_right, unroll=1):
-                self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, masked=True)
+                self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor, masked=True)
             for j in cutlass.range(n_right, n_full, unroll=1):
-                self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, masked=False)
+                self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor, masked=False)
             if const_expr(cfg.window):
                 for j in cutlass.range(n_full, n_blocks, unroll=1):
-                    self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, masked=True)
+                    self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor, masked=True)
 
             self.release_q(taken)
             if const_expr(self.rescales_late):
@@ -189,7 +202,7 @@ class Consumer:
         return acc_O, row_max, row_sum
 
     @cute.jit
-    def pair(self, state, block, first_row, first_col, masked: cutlass.Constexpr):
+    def pair(self, state, block, first_row, first_col, scale_log2, factor, masked: cutlass.Constexpr):
         """In this consumer's turn: starts S = Q K^T of `block` and O += P V of the block before; then, under the latter,
         the softmax of `block`."""
         acc_S, tOrP, acc_O, row_max, row_sum, shrink = state
@@ -204,8 +217,8 @@ class Consumer:
         warpgroup.wait_group(1)
         self.K.release(block)
 
-        self.scores.prepare(acc_S, self.thread, first_row, first_col, masked)
-        new_shrink = softmax.step(acc_S, row_max, row_sum, self.scores.scale_log2, masked)
+        self.scores.prepare(acc_S, factor, self.thread, first_row, first_col, masked)
+        new_shrink = softmax.step(acc_S, row_max, row_sum, scale_log2, masked)
         warpgroup.wait_group(0)
         self.V.release(block - 1)
         softmax.to_operand(acc_S, tOrP)
@@ -304,11 +317,15 @@ def make_mma_qk(config: ForwardConfig, dtype, accumulate: bool) -> cute.TiledMma
     return mma
 
 
-def make_mma_pv(config: ForwardConfig, dtype) -> cute.TiledMma:
-    """O (64, dv) += P (64, tile_n) V (tile_n, dv): P from registers, V as it was loaded (dv contiguous, MN-major)."""
+def make_mma_pv(dtype, columns: int, accumulate: bool = True) -> cute.TiledMma:
+    """O (64, columns) += P (64, tile_n) V (tile_n, columns): P from registers, V as it was loaded.
+
+    V's columns are contiguous (MN-major); of 8 bits WGMMA takes contiguous keys only (K-major), and V comes transposed.
+    """
+    v_major = OperandMajorMode.MN if dtype.width == 16 else OperandMajorMode.K
     mma = hopper.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
-        (1, 1, 1), (WGMMA_M, config.head_dim_v), warpgroup.OperandSource.RMEM,
+        dtype, dtype, OperandMajorMode.K, v_major, Float32,
+        (1, 1, 1), (WGMMA_M, columns), warpgroup.OperandSource.RMEM,
     )  # fmt: skip
-    mma.set(warpgroup.Field.ACCUMULATE, True)
+    mma.set(warpgroup.Field.ACCUMULATE, accumulate)
     return mma

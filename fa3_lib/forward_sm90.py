@@ -41,11 +41,19 @@ ALIGN_SWIZZLE = 1024  # bytes: 128-byte swizzled tiles start on the 8-row patter
 
 
 class ForwardSm90:
-    """Compile-time facts of one configuration; `__call__` is the host function, `kernel` the device function."""
+    """Compile-time facts of one configuration; `__call__` is the host function, `kernel` the device function.
 
-    def __init__(self, config: ForwardConfig, dtype: type[cutlass.Numeric]):
+    `dtype` is that of Q, K and V, `out_dtype` the output's where it is another.
+    """
+
+    consumer_type = Consumer
+
+    def __init__(
+        self, config: ForwardConfig, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric] | None = None
+    ):
         self.config = config.validate()
         self.dtype = dtype
+        self.out_dtype = out_dtype or dtype
 
     @cute.jit
     def __call__(
@@ -64,22 +72,36 @@ class ForwardSm90:
         max_ctas: Int32,
         stream,
     ):
-        cfg, dtype = self.config, self.dtype
-        consumers = cfg.consumer_warpgroups
-
         # TMA sees (rows, columns, head, batch); V as (columns, rows, ...): the B operand of PV is (N = dv, K = keys)
         mQ, mK, mO = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mQ, mK, mO))
         mV = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 1, 2, 0]))
+        self.launch(
+            mQ, mK, mV, mO, mLSE, mSinks, mCounter, None,
+            softmax_scale, softcap, window_left, window_right, max_ctas, stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def launch(
+        self, mQ, mK, mV, mO, mLSE, mSinks, mCounter, descales,
+        softmax_scale, softcap, window_left, window_right, max_ctas, stream,
+    ):  # fmt: skip
+        """mQ `(sq, d, h, b)`, mK `(sk, d, hk, b)`, mV `(dv, sk, hk, b)`, mO `(sq, dv, h, b)`; the rest as in `__call__`.
+
+        descales: (q's, k's, v's), each (b, hk) fp32; None for 16 bit.
+        """
+        cfg, dtype = self.config, self.dtype
+        consumers = cfg.consumer_warpgroups
         seqlen_q, seqlen_k = mQ.shape[0], mK.shape[0]
         if const_expr(cfg.pack_gqa > 1):
             mQ, mO = pack_heads(mQ, cfg.pack_gqa), pack_heads(mO, cfg.pack_gqa)
 
         # Q has one 64-row tile per consumer; K and V one tile per stage
-        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        row_major = LayoutEnum.ROW_MAJOR
+        v_major = LayoutEnum.COL_MAJOR if const_expr(dtype.width == 16) else row_major  # 8 bit: V comes transposed
         sQ_layout = hopper.make_smem_layout_a(row_major, (WGMMA_M, cfg.tile_n, cfg.head_dim), dtype, consumers)
         sK_layout = hopper.make_smem_layout_b(row_major, (WGMMA_M, cfg.tile_n, cfg.head_dim), dtype, cfg.stages)
-        sV_layout = hopper.make_smem_layout_b(col_major, (WGMMA_M, cfg.head_dim_v, cfg.tile_n), dtype, cfg.stages)
-        sO_layout = hopper.make_smem_layout_epi(dtype, row_major, (WGMMA_M, cfg.head_dim_v), consumers)
+        sV_layout = hopper.make_smem_layout_b(v_major, (WGMMA_M, cfg.head_dim_v, cfg.tile_n), dtype, cfg.stages)
+        sO_layout = hopper.make_smem_layout_epi(self.out_dtype, row_major, (WGMMA_M, cfg.head_dim_v), consumers)
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(cfg.cluster > 1) else load
@@ -108,7 +130,7 @@ class ForwardSm90:
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sK_layout)], ALIGN_SWIZZLE]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sV_layout)], ALIGN_SWIZZLE]
             o: cute.struct.Align[
-                cute.struct.MemRange[dtype, cute.cosize(sO_layout) if cfg.own_output else 0], ALIGN_SWIZZLE
+                cute.struct.MemRange[self.out_dtype, cute.cosize(sO_layout) if cfg.own_output else 0], ALIGN_SWIZZLE
             ]
 
         self.shared_storage = SharedStorage
@@ -128,7 +150,7 @@ class ForwardSm90:
         units = ceil_div(m_blocks, tiles_per_unit) * mQ.shape[2] * mQ.shape[3]
         ctas = cutlass.min(units * cfg.cluster, max_ctas // cfg.cluster * cfg.cluster)
         self.kernel(
-            tma_Q, mQ, tma_K, mK, tma_V, mV, tma_O, mO, mLSE, mSinks, mCounter,
+            tma_Q, mQ, tma_K, mK, tma_V, mV, tma_O, mO, mLSE, mSinks, mCounter, descales,
             sQ_layout, sK_layout, sV_layout, sO_layout,
             seqlen_q, scale_log2, factor, window_left, window_right, section,
         ).launch(
@@ -154,6 +176,7 @@ class ForwardSm90:
         mLSE: cute.Tensor | None,  # (b, h, sq)
         mSinks: cute.Tensor | None,  # (h,)
         mCounter: cute.Tensor | None,  # (2,)
+        descales: tuple | None,  # three (b, hk)
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
@@ -212,7 +235,8 @@ class ForwardSm90:
             me = warp // WARPS_PER_GROUP - 1
             own_Q = Ring(q_full + me, q_empty + me, 1, q_bytes)
             tiles = sQ[None, None, me], sK, sV, sO[None, None, me]
-            Consumer(cfg, self.dtype, walk, scores, me, own_Q, K, V, *tiles).run(tma_O, mO, mLSE, mSinks)
+            consumer = self.consumer_type(cfg, self.dtype, walk, scores, me, own_Q, K, V, *tiles, descales)
+            consumer.run(tma_O, mO, mLSE, mSinks)
         if const_expr(cfg.cluster > 1):
             self.sync()  # the other CTA may still write to this one's memory and barriers
 

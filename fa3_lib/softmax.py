@@ -71,8 +71,9 @@ def step(
     row_sum: cute.Tensor,
     scale_log2: Float32,
     may_be_empty: cutlass.Constexpr,
+    offset: cutlass.Constexpr = 0,
 ) -> cute.Tensor:
-    """One key block: acc_S becomes P = exp2((S - row_max) * scale_log2); row_max and row_sum advance.
+    """One key block: acc_S becomes P = exp2((S - row_max) * scale_log2 + offset); row_max and row_sum advance.
 
     row_max is the maximum of the raw scores (over all four threads of a row), row_sum this thread's part of the sum.
     Returns the factor per row by which earlier sums and outputs shrink. `may_be_empty`: a row may have seen no key yet
@@ -102,6 +103,8 @@ def step(
             new_max = Float32(0.0) if new_max == -Float32.inf else new_max
         max_scaled = new_max * scale_log2
         scale[r] = cute.math.exp2(old_max * scale_log2 - max_scaled, fastmath=True)
+        if const_expr(offset):
+            max_scaled = max_scaled - offset
 
         sums = [row_sum[r] * scale[r]] + [Float32(0.0)] * (CHAINS - 1)
         for c in cutlass.range_constexpr(columns):
@@ -125,8 +128,14 @@ def to_operand(acc_S: cute.Tensor, tOrP: cute.Tensor):
 
 
 @cute.jit
-def finalize(row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32, sink_log2: cute.Tensor | None = None):
-    """(1 / row sum, LSE) per row over all its threads; (0, -inf) for a row that saw no key.
+def finalize(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    scale_log2: Float32,
+    sink_log2: cute.Tensor | None = None,
+    offset: cutlass.Constexpr = 0,
+):
+    """(1 / row sum, LSE) per row over all its threads; (0, -inf) for a row that saw no key. `offset` is `step`'s.
 
     sink_log2: per row a further logit of the sum, times log2(e), which belongs to no key; (0, sink) for a row that saw no key.
     """
@@ -137,6 +146,8 @@ def finalize(row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32, si
         total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
         total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
         top = row_max[r] * scale_log2
+        if const_expr(offset):  # the sum is 2**offset times too large
+            top = top - offset
         seen = Float32(1.0)
         if const_expr(sink_log2 is not None):
             new_top = cute.arch.fmax(top, sink_log2[r])

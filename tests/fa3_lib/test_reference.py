@@ -56,3 +56,21 @@ def test_nothing_to_attend_to(sq, sk):
     out, lse = attention(*draw(2, sq, sk, 4, 2, 8, 16))
     assert out.shape == (2, sq, 4, 16) and lse.shape == (2, 4, sq)
     assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_a_sink_is_one_more_key_whose_value_is_zero():
+    q, k, v = draw(2, 7, 5, 4, 2, 8, 16)
+    sinks = torch.randn(4, dtype=torch.float64)
+    out, lse = attention(q, k, v, causal=True, sinks=sinks)
+    scores = (8**-0.5 * q.transpose(1, 2) @ k.transpose(1, 2).repeat_interleave(2, 1).mT).masked_fill(
+        ~attention_mask(7, 5, True), -torch.inf
+    )
+    scores = torch.cat((scores, sinks[:, None, None].expand(2, 4, 7, 1)), -1)
+    values = torch.cat((v.transpose(1, 2).repeat_interleave(2, 1), torch.zeros(2, 4, 1, 16, dtype=torch.float64)), -2)
+    torch.testing.assert_close(out, (scores.softmax(-1) @ values).transpose(1, 2))
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    assert torch.equal(lse[:, :, :2], sinks[:, None].expand(2, 4, 2)) and not out[:, :2].any()  # these see no key
+    without = attention(q, k, v, causal=True, sinks=torch.full((4,), -torch.inf))
+    assert all(torch.equal(a, b) for a, b in zip(without, attention(q, k, v, causal=True), strict=True))
+    _, lse = attention(*draw(2, 3, 0, 4, 2, 8, 16), sinks=sinks)
+    assert torch.equal(lse, sinks[:, None].expand(2, 4, 3))

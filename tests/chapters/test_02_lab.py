@@ -100,6 +100,33 @@ def test_faults_must_apply():
             stubs.make_stub(text, "02.B1", faults)
 
 
+# --- kernels that would hang -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:This static loop has")
+@pytest.mark.parametrize(
+    "old, new",
+    (
+        (None, None),  # the stub waits for nothing and frees nothing
+        ("    pipe_V.consumer_release(state)\n", ""),
+        ("    pipe_V.consumer_release(state)\n", "    pipe_V.consumer_release(state)\n    state.advance()\n"),
+    ),
+)
+def test_a_method_that_would_hang_the_card_is_not_launched(old, new, tmp_path, monkeypatch):
+    pytest.importorskip("cutlass")
+    from fa3_course import rung_host, rungs
+
+    launches = []
+    monkeypatch.setattr(rungs, "has_hopper", lambda: True)
+    monkeypatch.setattr(rung_host, "run", lambda *a, **_: launches.append(a))
+    exercise = catalogue.find("02.13")
+    assert old is None or exercise.solution.count(old) == 1
+    text = exercise.solution.replace(old, new) if old else exercise.stub
+    last = evaluate(exercise, text, tmp_path).outcomes[-1]
+    assert last.name.startswith("on a Hopper") and not last.passed and last.seen.startswith("not launched")
+    assert not launches
+
+
 # --- the twins on the card ---------------------------------------------------------------------------------------------
 
 TWINS = catalogue.load_source(

@@ -197,6 +197,8 @@ def truth_and_rounded_p(q, k, v, scale, causal, descales):
     q_factor = None if q_factor is None else q_factor.repeat_interleave(group, dim=1)
     q, k, v = dequantised(q, q_factor), dequantised(k, k_factor), dequantised(v, v_factor)
     out, lse = reference.attention(q, k, v, scale, causal)
+    if q.numel() == 0 or k.numel() == 0:  # nothing to round, and amax knows no empty rows
+        return out, lse, out.to(torch.bfloat16)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     qt, kt, vt = (x.float().transpose(1, 2) for x in (q, k, v))
     kt, vt = (x.repeat_interleave(group, dim=1) for x in (kt, vt))
@@ -205,6 +207,19 @@ def truth_and_rounded_p(q, k, v, scale, causal, descales):
     P = (scores - scores.amax(-1, keepdim=True)).exp().nan_to_num(0.0) * 2.0**rung.OFFSET
     rounded = (P.to(E4M3).float() @ vt / P.sum(-1, keepdim=True)).nan_to_num(0.0)
     return out, lse, rounded.transpose(1, 2).to(torch.bfloat16)
+
+
+def score_error(q, k, scale, descales):
+    """What may be wrong in a score, and so in LSE: each step of an FP8 product keeps 13 bits below its largest term.
+
+    On random inputs the cuts of all steps add up to at most 1.6 * 2^-13 of sum |q_i k_i| (fp8_numerics.tensor_core).
+    """
+    group = q.shape[2] // k.shape[2]
+    q_factor, k_factor, _ = descales or (None,) * 3
+    q_factor = None if q_factor is None else q_factor.repeat_interleave(group, dim=1)
+    q, k = (dequantised(x, factor).abs().transpose(1, 2) for x, factor in ((q, q_factor), (k, k_factor)))
+    largest = (q @ k.repeat_interleave(group, dim=1).transpose(-1, -2)).amax()
+    return 2.0**-11 * float(largest) * (q.shape[-1] ** -0.5 if scale is None else scale) + 1e-4  # and exp2's own error
 
 
 def assert_right(result, q, k, v, scale=None, causal=False, descales=()):
@@ -222,9 +237,9 @@ def assert_right(result, q, k, v, scale=None, causal=False, descales=()):
     allowed = 2 * (rounded_p.double() - true_out).abs().max() + 2 * noise
     error = (out.double() - true_out).abs().max()
     assert error <= allowed, f"out: error {error:.3e}, allowed {allowed:.3e}"
-    # an FP8 product keeps about 13 bits: of scores up to some tens before the descales, here up to 4 together
-    error, seen = (lse.double() - true_lse).abs(), ~empty
-    assert not seen.any() or error[seen].max() <= 0.03, f"lse: error {error[seen].max():.3e}"
+    if not empty.all():
+        allowed, error = score_error(q, k, scale, descales), (lse.double() - true_lse).abs()[~empty].max()
+        assert error <= allowed, f"lse: error {error:.3e}, allowed {allowed:.3e}"
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from pathlib import Path
 SCHEMA = "fa3-timeline/1"
 UNITS = ("cycles", "ns")
 KINDS = ("work", "wait")
+DEFAULTS = (("role", ""), ("kind", "work"))  # not written: the reader puts them in
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Timeline:
 
     def as_dict(self) -> dict:
         """The JSON form."""
-        events = [{name: value for name, value in vars(e).items() if value != ""} for e in self.events]
+        events = [
+            {name: value for name, value in vars(e).items() if (name, value) not in DEFAULTS} for e in self.events
+        ]
         return {"schema": SCHEMA, "unit": self.unit, "lanes": list(self.lanes), "events": events, "meta": self.meta}
 
 
@@ -99,8 +102,10 @@ def read(path: str | Path) -> Timeline:
 
 
 def write(timeline: Timeline, path: str | Path) -> None:
-    """Stores a timeline as JSON."""
-    Path(path).write_text(json.dumps(timeline.as_dict()), encoding="utf-8")
+    """Stores a timeline as JSON, one event a line."""
+    data = timeline.as_dict()
+    events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in data.pop("events"))
+    Path(path).write_text(f'{json.dumps(data)[:-1]}, "events": [\n{events}\n]}}\n', encoding="utf-8")
 
 
 def write_perfetto(timeline: Timeline, path: str | Path) -> None:
@@ -192,10 +197,11 @@ def draw(timeline: Timeline, title: str = ""):
 
 
 def default_lanes(timeline: Timeline) -> list[str]:
-    """The copies, then the consumers with the tensor core in their middle; only lanes on which something happens."""
+    """The copies (or the warp that starts them), then the consumers with the tensor core in their middle; only lanes on which
+    something happens."""
     consumers = _consumers(timeline)
-    lanes = ["TMA", *consumers[:1], "tensor core", *consumers[1:]]
     happens = {e.lane for e in timeline.events}
+    lanes = ["TMA" if "TMA" in happens else "producer", *consumers[:1], "tensor core", *consumers[1:]]
     return [lane for lane in lanes if lane in happens] or list(timeline.lanes)
 
 
@@ -242,7 +248,7 @@ def _words(event: Event) -> str:
 
 
 def _colour(event: Event, roles: list[str]) -> str:
-    if event.lane == "TMA":
+    if event.lane == "TMA" or event.name.startswith("load "):
         return LOAD_COLOURS.get(_words(event)[:1], OTHER_COLOUR)
     if event.role not in roles:
         return OTHER_COLOUR
@@ -251,7 +257,8 @@ def _colour(event: Event, roles: list[str]) -> str:
 
 
 def _lane_name(lane: str) -> str:
-    return lane.replace("consumer", "warpgroup ") if lane.startswith("consumer") else lane.replace("TMA", "TMA loads")
+    names = {"TMA": "TMA loads", "producer": "load warp"}
+    return lane.replace("consumer", "warpgroup ") if lane.startswith("consumer") else names.get(lane, lane)
 
 
 def _luminance(colour: str) -> float:

@@ -1,9 +1,12 @@
 """Compiled kernels on disk: found again, rebuilt when damaged or foreign, shared by processes. No GPU needed."""
 
+import ast
 import os
 import subprocess
 import sys
 import time
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +76,43 @@ def test_the_key_holds_everything_the_machine_code_depends_on(monkeypatch):
         keys.add(compiler.cache_key(*KEY))
     compiler._source_and_versions.cache_clear()
     assert len(keys) == 6
+
+
+def test_the_key_holds_every_file_that_the_kernel_imports():
+    """From forward_sm90.py on: what is left out of the key on purpose must be out of the kernel's reach."""
+    package = Path(compiler.__file__).parent
+    reached, open_files = set(), {"forward_sm90"}
+    while open_files:
+        module = open_files.pop()
+        reached.add(module)
+        for node in ast.walk(ast.parse((package / f"{module}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                path = node.module.split(".")
+                names = path[1:2] or [alias.name for alias in node.names]
+                open_files |= set(names) - reached if path[0] == "fa3_lib" else set()
+    assert {"config", "softmax", "compiler"} < reached
+    assert {f"{name}.py" for name in reached} <= set(compiler.DEVICE_SOURCES)
+    assert all((package / name).exists() for name in compiler.HOST_SOURCES)
+
+
+@pytest.mark.parametrize("module, package", compiler.REQUIRED_MODULES.items())
+def test_a_missing_dsl_says_what_to_install(cache, monkeypatch, module, package):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
+    with pytest.raises(ImportError, match=rf"importing {module} failed.*pip install {package}"):
+        again()
+
+
+def test_the_dsls_advice_on_unrolled_loops_is_not_the_users_business(cache):
+    from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with compiler.compiling():
+            warnings.warn(DSLOptimizationWarning("unrolled"), stacklevel=1)
+        again()
+        assert [w for w in seen if w.category is DSLOptimizationWarning] == []
+        warnings.warn(DSLOptimizationWarning("unrolled"), stacklevel=1)
+    assert any(w.category is DSLOptimizationWarning for w in seen)
 
 
 def test_a_folder_that_cannot_be_written_costs_the_cache_only(cache, monkeypatch, compiles):

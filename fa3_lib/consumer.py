@@ -117,7 +117,7 @@ class Consumer:
             first, end = self.scores.key_range(m_block)
             n_blocks = cutlass.max(end - first, 0)
 
-            scale_log2, factor, out_scale = self.scales(head, batch)
+            scale_log2, factor = self.scales(head, batch)
             self.Q.wait(taken)
             # `done` in a uniform register: the WGMMA descriptors of its stages are then computed there too
             acc_O, row_max, row_sum = self.attend(
@@ -132,7 +132,8 @@ class Consumer:
                     row = first_row + softmax.row_in_tile(self.thread, r)
                     sink_log2[r] = mSinks[head * cfg.pack_gqa + row % cfg.pack_gqa] * math.log2(math.e)
             row_scale, row_lse = softmax.finalize(row_max, row_sum, scale_log2, sink_log2, self.offset)
-            if const_expr(out_scale is not None):
+            if const_expr(self.descales is not None):
+                out_scale = self.out_scale(head, batch)
                 for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
                     row_scale[r] = row_scale[r] * out_scale
             softmax.scale_rows(acc_O, row_scale)
@@ -145,8 +146,8 @@ class Consumer:
         self.wait_for_store()  # shared memory must outlive the last store
 
     def scales(self, head: Int32, batch: Int32):
-        """Of one tile: the factor of its scores in exp2, the one before the softcap's tanh, the output's (None for 1)."""
-        return self.scores.scale_log2, self.scores.factor, None
+        """Of one tile: the factor of its scores in exp2, and the one before the softcap's tanh."""
+        return self.scores.scale_log2, self.scores.factor
 
     @cute.jit
     def attend(self, m_block, first_row, end, n_blocks, taken, done, scale_log2, factor):

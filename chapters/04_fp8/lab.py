@@ -1,15 +1,19 @@
 # %% [markdown]
-# # Lab 4: the numerics of FP8
+# # Lab 4: FP8, numbers and kernel
 #
 # You write an FP8 attention's arithmetic, piece by piece: the formats, the rounding, where scales go, what keeps P inside
-# the format, sums that do not stop, a rotation, and where V's bytes must lie. Everything runs on a laptop, in NumPy.
+# the format, sums that do not stop, a rotation (04.1 to 04.8, after the first sitting). Then what its kernel needs: V's bytes and their
+# order, the role that turns V, room for a second level (04.9 to 04.12, after the second). In between are six **bug labs**: a piece of a
+# kernel with one realistic fault, to be predicted, seen and mended. Everything runs on a laptop, in NumPy and on the simulated SM.
 #
 # * **Write** between the markers `# region learner` and `# endregion`; replace the `raise`. Run the cell.
 # * **Check** with the cell below it. A check draws fresh inputs, tests named properties, and shows the values of
-#   those that do not hold.
+#   those that do not hold. For roles it shows the simulated SM's verdict, with the line.
+# * **Bug labs** ask for a prediction first, in `verdict`: what the simulated SM will say; or, where only numbers are wrong and the simulated SM says
+#   nothing, which of some tests will see it. Then mend what was handed out.
 # * **Stuck?** `check("04.1", decode, hint=1)` shows the first of three hints. The whole answer is in `solutions/`.
-# * **Rather in an editor?** The same stubs are files in `exercises/`. `check("04.1")`, or `fa3 check 04.1` in a
-#   terminal, checks the file.
+# * **Rather in an editor?** The same stubs are files in `exercises/` and `bug_labs/`. `check("04.1")`, or `fa3 check 04.1` in a
+#   terminal, checks the file; `fa3 check 04.B1` a bug lab.
 # * **Late, or again?** `fa3 catchup 04.4` puts the solutions of 04.1 to 04.3 into the files, `fa3 reset 04.4` puts a
 #   stub back; both keep what you wrote. A check in this notebook takes the file when its cell is still the untouched
 #   stub.
@@ -17,16 +21,19 @@
 # The stored outputs show a lab that nobody has solved yet.
 # %%
 import json
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from fa3_course import paths, plots, rungs
+from fa3_course import paths, plots, rungs, simulated, timeline
 from fa3_course.checker import answer, check, progress
 from fa3_course.checker.truth import attention as true_attention
+from fa3_lib.config import SMEM_LIMIT, ForwardConfig
 
 plots.use_style()
 fp8 = rungs._module("chapters/04_fp8/steps/fp8_numerics.py")  # the lesson's emulation: its tensor core is used below
+transposer = rungs._module("chapters/04_fp8/steps/transposer.py")  # rung 10's CTA with V turned inside
 CARD = json.loads((paths.checkout() / "chapters/04_fp8/measured_fa3_fp8.json").read_text(encoding="utf-8"))
 rng = np.random.default_rng()
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)  # what 04.2 asks of a format
@@ -71,6 +78,12 @@ if to_grid and factors:
     plt.show()
 else:
     print("Solve 04.2 and 04.3 first.")
+
+# %% exercise="04.B5"
+
+# %% [markdown]
+# > **On the card** such a kernel is right for every model in which heads are not grouped, and for grouped ones as long as the test gives all heads one
+# > factor. Give all factors different values, always.
 
 # %% exercise="04.4"
 
@@ -243,6 +256,9 @@ if to_grid and blocks:
 else:
     print("Solve 04.2 and 04.8 first.")
 
+# %% [markdown]
+# # The kernel
+
 # %% exercise="04.9"
 
 # %% [markdown]
@@ -250,6 +266,95 @@ else:
 # > compiled. The order of V's keys costs nothing either, because V has to be transposed anyway and can be stored in any order.
 
 # %% exercise="04.10"
+
+# %% exercise="04.B1"
+
+# %% [markdown]
+# > **On the card** nothing hangs and nothing warns; the output has the right size and looks like attention. `V = 1`, the test that finds the
+# > short accumulator, is blind to it. Each fault needs its own test.
+
+# %% exercise="04.11"
+
+# %% [markdown]
+# ### Try it: what turning costs
+#
+# With 04.11 solved: 128 queries and 2,048 keys of head dim 128; once V comes turned from a pre-pass, once your role turns it. 3,000 cycles from the
+# middle of each run. Predict: how many cycles does turning cost, when it can hide under everything else? And which line of the picture gets
+# fuller?
+# %%
+turner = answer("04.11")
+if turner:
+    q, *kv = (rng.standard_normal((1, n, 1, 128)) for n in (128, 2048, 2048))
+    turned = simulated.make_problem("11", q, *kv)
+    fresh = {name: type(x).output(x.name, x.shape, x.dtype) for name, x in (("out", turned.out), ("lse", turned.lse))}
+    raw = replace(transposer.untransposed(turned), **fresh)
+    reports = {
+        "V turned before": simulated.run("11", turned).report,
+        "V turned by your role": simulated.run("11", raw, build=transposer.builder(turner)).report,
+    }
+    assert np.array_equal(turned.out.numpy(), raw.out.numpy()), "the two differ"
+    fig, axes = plt.subplots(2, 1, figsize=(9, 6.4), layout="constrained")
+    for ax, (name, report) in zip(axes, reports.items(), strict=True):
+        first = report.cycles / 2 - 1500
+        lines = timeline.from_dict(report.timeline.as_dict()).cut(first, first + 3000)
+        lanes = ["turner"] if "role" in name else []
+        timeline.gantt(lines, ax, [*lanes, "consumer0", "consumer1", "tensor core", "shared memory"])
+        busy = f"shared memory busy for {report.share('shared memory'):.0%} of the time"
+        ax.set(xlabel="cycles", title=f"{name}: {report.cycles:,.0f} cycles in all, {busy}")
+    plt.show()
+else:
+    print("Solve 04.11 first.")
+
+# %% exercise="04.B4"
+
+# %% [markdown]
+# > **On the card** the three warps usually are in step, and such a kernel is right in test after test. FA3's source has a barrier at this place
+# > for this reason.
+
+# %% exercise="04.12"
+
+# %% [markdown]
+# ### Try it: what a second level takes away
+#
+# With 04.12 solved: the widest key block of one level, and of two with T whole and with T in parts of 64 columns. Predict: how many keys does the second level
+# cost at each head dim, and where are parts the only way?
+# %%
+room = answer("04.12")
+if room:
+    registers, widest_part, widest_tile = room
+    dims, consumers = (64, 128, 192, 256), (3, 2, 2, 2)
+    fig, (ax,) = plots.figure(height=3.4)
+    kinds = {"one level": lambda d: 0, "two levels, T whole": lambda d: d, "two levels, parts of 64": lambda d: 64}
+    colours = (plots.GREY, plots.ORANGE, plots.BLUE)
+    series = [
+        (name, [widest_tile(d, c, columns(d), 2) for d, c in zip(dims, consumers, strict=True)], colour)
+        for (name, columns), colour in zip(kinds.items(), colours, strict=True)
+    ]
+    plots.grouped_bars(ax, [f"d {d}, {c} consumers" for d, c in zip(dims, consumers, strict=True)], series)
+    ax.set(xlabel="widest key block, 2 stages (0: nothing fits)", title="Room for T")
+    plt.show()
+    for (d, c), n in zip(zip(dims, consumers, strict=True), series[0][1], strict=True):
+        size = ForwardConfig(d, d, 64 * c, n, own_output=True, element_bytes=1).smem_bytes
+        print(f"d {d}: one level, {n} keys: {registers(d, n, 0)} registers, {size:,} of {SMEM_LIMIT:,} bytes")
+else:
+    print("Solve 04.12 first.")
+
+# %% exercise="04.B2"
+
+# %% exercise="04.B3"
+
+# %% [markdown]
+# > **On the card** this shows as a small error that depends on where the large scores stand. It disappears when the first block visited happens to
+# > have the row's maximum, as in many causal tests with few keys.
+
+# %% exercise="04.B6"
+
+# %% [markdown]
+# > **On the card** consumer 0's first rows of O appear in consumer 1's last products. With longer contexts the consumers drift apart, and the order of the two
+# > faults changes: O may even be written before the last V is *asked for*.
+
+# %% [markdown]
+# # All together
 
 # %% [markdown]
 # ### The chapter, assembled

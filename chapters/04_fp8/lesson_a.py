@@ -12,9 +12,9 @@
 # ---
 
 # %% [markdown]
-# # Chapter 4, first sitting: the numerics of FP8
+# # Chapter 4, sitting a: the numerics of FP8
 #
-# *60 to 90 minutes. Runs on any laptop, in NumPy; no GPU is used. The kernel has a sitting of its own.*
+# *60 to 90 minutes. Runs on any laptop, in NumPy; no GPU is used. The kernel is sitting b's, [`lesson_b.ipynb`](lesson_b.ipynb).*
 #
 # A Hopper multiplies 8-bit floats twice as fast as 16-bit ones. FlashAttention-3 uses this, and its paper promises an error that
 # is small as well. In this sitting you find out, bit by bit, what an FP8 kernel computes: where each rounding happens, which
@@ -843,7 +843,7 @@ table(
 )
 
 # %% [markdown]
-# The price: every query tile transposes the same V again, all of it passing through shared memory twice more. For long queries it is cheaper to transpose V *once*, in a small kernel before. The kernel's sitting measures both.
+# The price: every query tile transposes the same V again, all of it passing through shared memory twice more. For long queries it is cheaper to transpose V *once*, in a small kernel before. Sitting b weighs both.
 #
 # ### And P lies in the wrong lanes
 #
@@ -919,7 +919,7 @@ print(f"PV with renamed registers, keys in natural order: off by {abs(operand @ 
 #
 # * Change a recipe and run section 8 again: `Recipe(scales="block", two_level=True, power_of_two=True, rotation=1)`.
 # * Chapter 3, for the overlap that an FP8 kernel needs even more than a 16-bit one: its products take half the time, its exponentials do not.
-# * Next sitting of this chapter: the kernel.
+# * [`lesson_b.ipynb`](lesson_b.ipynb): the kernel.
 #
 # **Sources.** Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608: section 3.3, table 3); DeepSeek-V3 report (arXiv:2412.19437: accumulation of FP8 on Hopper); Xie et al. 2025 (MMA-Sim, arXiv:2511.10909);
 # Micikevicius et al. 2022 (FP8 formats, arXiv:2209.05433); NVIDIA, PTX ISA (`wgmma`, `cvt`, `prmt`, `ldmatrix`). The card's answers: `measured_fa3_fp8.json` beside this page.

@@ -611,13 +611,18 @@ guess = None  # CTAs of this kernel on one SM
 
 # %%
 if HAS_CUTE:
-    plain = forms["B K-major, A from shared"]
-    by_memory = 233_472 // (plain.smem + 1024)  # an SM has 228 KB, of which each CTA costs 1 KB more
-    by_registers = HOPPER.registers // (128 * (-(-plain.registers // 8) * 8))
-    reveal("CTAs per SM", guess, min(by_memory, by_registers))
-    print(f"shared memory allows {by_memory}, registers allow {by_registers}")
+    for source in ("shared", "registers"):
+        form = forms[f"B K-major, A from {source}"]
+        by_memory = 233_472 // (form.smem + 1024)  # an SM has 228 KB, of which each CTA costs 1 KB more
+        by_registers = HOPPER.registers // (128 * (-(-form.registers // 8) * 8))
+        if source == "shared":
+            reveal("CTAs per SM", guess, min(by_memory, by_registers))
+        print(f"A from {source}: shared memory allows {by_memory}, registers allow {by_registers}")
 
 # %% [markdown]
+# With A from registers one CTA less fits, and its stored row is the slower one. (The ldmatrix before each product is one more thing to wait for, too.) Where an operand
+# *is* in registers already, as P will be, there is nothing to load and the form is free.
+#
 # This is **occupancy**, the way in which GPUs have always hidden waiting: more CTAs. It has a limit that attention meets at once. Large
 # tiles need few bytes per operation but most of the shared memory and most of the registers, and then one CTA is all
 # that fits. From there on, overlap must come from *inside* the CTA: a warp that only copies, and warpgroups that only compute. That is sitting b.

@@ -396,9 +396,11 @@ if HAS_CUTE:
 # ### How many stages?
 #
 # A stage costs 64 KiB at head dim 128 and 128 keys. Predict the shape of the curve: what do stages 1, 2, 3, 4 give with half as many keys per tile?
+# The left plot simulates one CTA of rung 4 and of rung 5 (two consumers, section 6); the right one is the card, where as many CTAs share an SM as fit.
 
 # %%
-guess = None  # speed with 4 stages over speed with 2
+guess = None  # speed of rung 5 with 4 stages over its speed with 2
+card_guess = None  # rung 4 on the card: which number of stages is fastest?
 
 # %%
 narrow = {n: replace(CONFIGS[n], tile_n=64) for n in ("4", "5")}
@@ -414,11 +416,27 @@ rows = lesson_views.experiment_rows(EXPERIMENTS, "stages", causal=False)
 lesson_views.draw_experiment(right, rows, "Stored: d 128, full, 8k")
 plt.show()
 reveal("rung 5, simulated: 4 stages over 2", guess, curves["5"][2] / curves["5"][1], "times")
+ring = [row for row in rows if "rung 4" in row.kernel]
+if ring:
+    fastest = max(ring, key=lambda row: row.tflops)
+    reveal("rung 4, stored: stages of the fastest", card_guess, int(fastest.kernel.split()[-1]))
+for s in (1, 2, 3, 4):
+    smem = replace(narrow["4"], stages=s).smem_bytes
+    print(
+        f"rung 4, tile_n 64, stages {s}: {smem / 1024:.0f} KiB, shared memory for {233_472 // (smem + 1024)} CTAs per SM"
+    )
 
 # %% [markdown]
-# From one stage to two a lot, from two to four little: once the copy of the next tile is hidden, hiding the one after it brings nothing but protection
-# against slow arrivals. (With one stage, K and V still have a ring each, so K(n+1) can come under PV(n).)
-# Shared memory is better spent on wider tiles. FA3 uses two stages everywhere.
+# In the simulation a second stage brings rung 5 a little, a third and a fourth nothing: once the copy of the next tile is hidden, hiding the one after it brings nothing but
+# protection against slow arrivals. (With one stage, K and V still have a ring each, so K(n+1) can come under PV(n).) The stored rows of rung 5 are as flat.
+#
+# **Rung 4 on the card is another story, and the better lesson.** With 64 keys it is small: its registers allow two CTAs per SM, its shared memory two or more up to
+# three stages. Then two CTAs, each with one consumer, do what rung 5 does with two consumers, and about as fast; one hides the other's waits, so the
+# length of the ring hardly matters, and one stage is best. The fourth stage leaves room for one CTA only, and the speed collapses. *A resource that you spend on depth is
+# missing elsewhere.* (Why three stages are slower than one while two CTAs fit, these rows do not say.)
+#
+# What two CTAs do not have is a common K and V tile: they ask L2 for twice the bytes. And they cannot take turns, since no barrier reaches from one
+# to the other; that is chapter 3. Shared memory is better spent on wider tiles. FA3 uses two stages everywhere.
 #
 # ## 6. Rung 5: a second consumer
 #
@@ -525,23 +543,38 @@ if HAS_CUTE:
 # * one thread per warpgroup (FA3's C++ kernel): 2. It trusts the warpgroup to be in step when the product is over.
 #
 # FA3's source notes that a CUTLASS release which changed to arrivals by all threads made the kernel slower, and carries its own pipeline
-# class since. Predict, then look at the stored rows:
+# class since. Predict, then look at the stored rows. They hold rung 5 itself several times, once in each experiment: what these differ by is noise.
 
 # %%
 guess = None  # percent that all-thread arrivals cost
+noise_guess = None  # percent between the fastest and the slowest row of the very same kernel
 
 # %%
 fig, (left, right) = plots.figure(2, height=2.6)
 arrivals = lesson_views.experiment_rows(EXPERIMENTS, "arrivals", causal=False)
 lesson_views.draw_experiment(left, arrivals, "Arrivals on 'empty'")
-lesson_views.draw_experiment(
-    right, lesson_views.experiment_rows(EXPERIMENTS, "registers", causal=False), "Producer/consumer registers"
-)
+registers = lesson_views.experiment_rows(EXPERIMENTS, "registers", causal=False)
+lesson_views.draw_experiment(right, registers, "Registers")
 plt.show()
 if len(arrivals) == 3:
     reveal("all threads cost, against one per warp", guess, 100 * (1 - arrivals[0].tflops / arrivals[1].tflops), "%")
+RUNG5_ITSELF = (
+    "stages: rung 5, tile_n 128, stages 2",
+    "tile_n: tile_n 128",
+    "registers: 24/240",
+    "arrivals: one per warp",
+    "Q: read from shared memory",
+    "epilogue: stmatrix and TMA store",
+)
+same = [row.tflops for row in (EXPERIMENTS.rows if EXPERIMENTS else ()) if row.kernel in RUNG5_ITSELF and row.measured]
+if same:
+    reveal(f"{len(same)} rows of the same kernel differ by", noise_guess, 100 * (max(same) / min(same) - 1), "%")
 
 # %% [markdown]
+# On this card and at this shape the three ways of arriving, 24/240, 40/232 and even no setmaxnreg are **the same speed**: they differ by less than one kernel differs from itself. Rung
+# 5's consumers wait for each other so much that some instructions more or less vanish in it; FA3's remark is about a kernel that has no such slack. One bar
+# is no noise: 176 keys without setmaxnreg, the build that spills.
+#
 # The count must match. Tell the barrier 8 and let each consumer arrive once, and it never completes; the simulator's words:
 
 # %%
@@ -549,8 +582,8 @@ one_arrival = patched(rung04.consumer, "t.k_empty[slot].arrive(parts.WARPS)", "t
 print("\n".join(verdict(consumer=one_arrival).splitlines()[:6]))
 
 # %% [markdown]
-# The register plot has 40/232 beside 24/240: a producer that computes addresses itself (cp.async, paged keys) needs the 40. For TMA, 24 are
-# enough, and the difference to the consumers is free.
+# Why 40/232 at all? A producer that computes addresses itself (cp.async, paged keys) needs the 40. For TMA, 24 are
+# enough, and the consumers can have the rest.
 #
 # ### How wide a tile? Where does Q come from? How does O get out?
 #
@@ -581,11 +614,20 @@ lesson_views.draw_experiment(
     right, lesson_views.experiment_rows(EXPERIMENTS, "epilogue", causal=False), "O to global memory"
 )
 plt.show()
+if tiles:
+    reveal("best stored tile_n", best_guess, int(max(tiles, key=lambda row: row.tflops).kernel.split()[-1]))
 if len(q_rows) == 2:
     reveal("Q in registers", q_guess, 100 * (q_rows[1].tflops / q_rows[0].tflops - 1), "%")
 
 # %% [markdown]
-# The budget explains why Q may stay where it is. One QK step of a warpgroup reads 64 rows of Q and 128 of K from shared memory; bytes over 128 per clock, beside the clocks of
+# `tile_n`: very narrow tiles cost a lot, as predicted. From 80 keys on the card's bars are level but for a few percent, and **the simulation is wrong** about the widest
+# tiles: there its two consumers happen to fall out of step and stay so (the accident of section 6). The card shows no such luck. A simulated SM knows the
+# protocol; whether two loops drift apart depends on latencies that it only estimates.
+#
+# The epilogue makes no difference here, since it comes once per query tile, after 64 key blocks. It is worth its lines where sequences are short, and
+# because TMA clips and needs no address registers.
+#
+# Q: no difference either, and the budget explains why Q may stay where it is. One QK step of a warpgroup reads 64 rows of Q and 128 of K from shared memory; bytes over 128 per clock, beside the clocks of
 # the product:
 
 # %%
@@ -656,7 +698,9 @@ else:
 # d 128, 8k, H100). Cards and clocks differ, so compare ratios within one run, and do not read much into a difference of a few percent.
 #
 # The simulated bars are bounds of a kind: they know the waits of the protocol, and one CTA per SM. They know nothing of power (a card that works lowers its clock),
-# of L2 shared by all SMs, or of the instructions around softmax. Rung 3 on a card may be *above* its bar, because two of its CTAs share an SM; rung 5 is below.
+# of L2 shared by all SMs, or of the instructions around softmax. Rung 3 on the card is far
+# *above* its bar: two of its CTAs share an SM. But "one CTA per SM" of section 2 is above it too, and so is rung 4: where a lone consumer waits for everything, the simulation's latencies
+# are too long. Rung 5, which hides them, is close at the measured clock.
 #
 # Two surprises of the stored rows are worth a thought. **Rung 3 is no faster than rung 2 at head dim 128:** Triton's compiler emits WGMMA too (chapter 1 showed it) and
 # fetches the next tile while it computes; rung 3 has the new instructions, and waits for each. Instructions alone are not the idea; rungs 4 and 5 are. **At head dim 64

@@ -27,7 +27,15 @@ from fa3_lib.config import ForwardConfig
 COMPILE_LOCK = threading.RLock()
 
 SYMBOL = "fa3_lib_forward"
-HOST_SOURCES = ("__init__.py", "interface.py", "quantize.py", "quantize_triton.py", "reference.py", "tiled.py")
+HOST_SOURCES = (
+    "__init__.py",
+    "fp8.py",
+    "interface.py",
+    "quantize.py",
+    "quantize_triton.py",
+    "reference.py",
+    "tiled.py",
+)
 # every other file of the package may shape machine code: a file that nobody thought of costs a compilation, not a stale kernel
 DEVICE_SOURCES = tuple(sorted(p.name for p in Path(__file__).parent.glob("*.py") if p.name not in HOST_SOURCES))
 REQUIRED_MODULES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # module: the package that brings it
@@ -40,7 +48,8 @@ def forward_kernel(config: ForwardConfig, dtype: torch.dtype, with_lse: bool):
     """The launchable kernel, compiled or loaded on first use.
 
     It is called as `fn(q, k, v, out, lse, sinks, counter, softmax_scale, softcap, window_left, window_right, max_ctas)`:
-    `lse` None without `with_lse`, `sinks` and `counter` None unless the configuration has them, tensors unpacked.
+    `lse` None without `with_lse`, `sinks` and `counter` None unless the configuration has them, tensors unpacked. `dtype` is that
+    of the tensors. With an `Fp8Config` it is the output's, and the call is `forward_fp8_sm90.compile_forward`'s.
 
     Raises:
         ImportError: CuTe DSL is not installed; the message says what to install.
@@ -105,10 +114,13 @@ def _load_or_compile(*key):
 
 
 def _compile(config: ForwardConfig, dtype: torch.dtype, with_lse: bool):
-    from fa3_lib.forward_sm90 import compile_forward
+    if config.element_bytes == 1:
+        from fa3_lib.forward_fp8_sm90 import compile_forward
+    else:
+        from fa3_lib.forward_sm90 import compile_forward
 
     with compiling():
-        return compile_forward(config, dtype, options="--enable-tvm-ffi", with_lse=with_lse)
+        return compile_forward(config, dtype, "--enable-tvm-ffi", with_lse)
 
 
 @contextlib.contextmanager

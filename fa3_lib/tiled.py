@@ -20,26 +20,32 @@ def attention(
     sinks: torch.Tensor | None = None,
     window_left: int = 0,
     window_right: int = 0,
+    p_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and sums in fp32; P is rounded to the input's dtype before P V, as the kernel does.
+    """Scores and sums in fp32; P is rounded before P V, as the kernel does.
 
     A tile has the queries and key blocks of the kernel's, packed or not; all heads are computed side by side, so that
     packing changes which queries share a tile and nothing else.
 
     Args:
-        q: `(b, sq, h, d)`; k: `(b, sk, hk, d)`; v: `(b, sk, hk, dv)`; 16-bit.
+        q: `(b, sq, h, d)`; k: `(b, sk, hk, d)`; v: `(b, sk, hk, dv)`; any float dtype.
         softmax_scale: factor on the scores, positive.
         config: tiles and mask.
         softcap: positive, with `config.softcap`.
         sinks: `(h,)` fp32, with `config.sinks`.
         window_left, window_right: keys before and after a query's own position, at least 0, with `config.window`.
+        p_dtype, out_dtype: what P and the output are rounded to; q's dtype when None.
+        offset: P is rounded in the range (0, 2**offset].
 
     Returns:
-        out `(b, sq, h, dv)` in q's dtype; lse `(b, h, sq)` fp32, which includes the sinks.
+        out `(b, sq, h, dv)`; lse `(b, h, sq)` fp32, which includes the sinks.
     """
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
-    out = q.new_zeros(batch, seqlen_q, heads, v.shape[-1])
+    p_dtype, out_dtype = p_dtype or q.dtype, out_dtype or q.dtype
+    out = q.new_zeros(batch, seqlen_q, heads, v.shape[-1], dtype=out_dtype)
     lse = torch.full((batch, heads, seqlen_q), -math.inf, device=q.device)
     # a softcap's constants stay outside the loop: scores become tanh(scores * factor), and the cap joins the scale
     factor = softmax_scale / softcap if config.softcap else 1.0
@@ -68,12 +74,12 @@ def attention(
             new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
             subtracted = new_max.masked_fill(new_max == -math.inf, 0.0) * scale_log2
             shrink = torch.exp2(row_max * scale_log2 - subtracted)
-            p = torch.exp2(scores * scale_log2 - subtracted)
+            p = torch.exp2(scores * scale_log2 - (subtracted - offset))
             row_sum = row_sum * shrink + p.sum(-1, keepdim=True)
-            acc_O = acc_O * shrink + p.to(q.dtype).float() @ vf[:, :, cols]
+            acc_O = acc_O * shrink + p.to(p_dtype).float() @ vf[:, :, cols]
             row_max = new_max
 
-        top = row_max * scale_log2
+        top = row_max * scale_log2 - offset
         if config.sinks:  # the sink joins the sum as one more key would, with the maximum of both subtracted
             sink = sinks[:, None, None] * math.log2(math.e)
             new_top = torch.maximum(top, sink)
@@ -83,7 +89,7 @@ def attention(
             acc_O = acc_O * shrink
             top = new_top
         seen = top > -math.inf
-        out[:, rows] = torch.where(seen, acc_O / row_sum, 0.0).transpose(1, 2).to(q.dtype)
+        out[:, rows] = torch.where(seen, acc_O / row_sum, 0.0).transpose(1, 2).to(out_dtype)
         row_lse = torch.where(seen, (top + torch.log2(row_sum)) * math.log(2.0), -math.inf)
         lse[:, :, rows] = row_lse.squeeze(-1)
     return out, lse

@@ -1,0 +1,259 @@
+"""FP8 attention behind `flash_attn_func`: checks, plan and launch; on CPU tensors the kernel's roundings in PyTorch."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from fa3_lib import interface, tiled
+from fa3_lib.compiler import forward_kernel
+from fa3_lib.config import ceil_div
+from fa3_lib.fp8_config import EXPONENT_OFFSET, KEY_GROUP, Fp8Config, fp8_config
+from fa3_lib.quantize import transpose_v
+
+DTYPE = torch.float8_e4m3fn
+OUT_DTYPE = torch.bfloat16
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    causal: bool = False,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    two_level: bool = True,
+    with_lse: bool = True,
+    transposed: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """softmax(softmax_scale * Q K^T) V for e4m3 tensors: the numbers that they hold times their descales.
+
+    Args:
+        q: `(batch, seqlen_q, heads, head_dim)` torch.float8_e4m3fn; the last dim contiguous, head_dim a multiple of 16 up to 256.
+        k: `(batch, seqlen_k, kv_heads, head_dim)`, likewise.
+        v: `(batch, seqlen_k, kv_heads, head_dim_v)`, any strides, or what `fa3_lib.quantize.transpose_v` makes of it, with
+            `transposed`, which saves its time where one V serves several calls.
+        softmax_scale, causal, softcap, sinks, pack_gqa, sm_margin: as `flash_attn_func` takes them.
+        left, right: the window's sides, -1 for unlimited.
+        q_descale, k_descale, v_descale: `(batch, kv_heads)` fp32, any strides, at least 0: what the numbers of a batch entry and KV
+            head (for q: of the query heads that read it) are multiplied by; 1 when None. Where q's times k's is negative, the
+            kernel's answer is NaN, unless there is a softcap.
+        two_level: adds P V of each key block to the output in fp32. Without it sums stay in the tensor core's accumulator of
+            about 13 bits: a little faster, for contexts of a few thousand keys; over longer ones they stop growing. A CPU adds in
+            fp32 whatever this says.
+        with_lse: whether the log-sum-exp is wanted.
+
+    Returns:
+        out `(batch, seqlen_q, heads, head_dim_v)` bf16 and lse `(batch, heads, seqlen_q)` fp32, as `flash_attn_func`'s; lse is
+        None on a GPU if it is not wanted.
+
+    Raises:
+        TypeError, ValueError, ImportError, RuntimeError: as `flash_attn_func`.
+    """
+    plan = _plan(
+        *interface._facts(q), *interface._facts(k), *interface._facts(v), *map(_descale_facts, (q_descale, k_descale, v_descale)),
+        causal, left, right, softcap > 0.0, None if sinks is None else interface._facts(sinks),
+        pack_gqa, sm_margin, two_level, transposed,
+    )  # fmt: skip
+    config, device = plan.config, q.device
+    if plan.convert_sinks:
+        sinks = sinks.new_empty(sinks.shape, dtype=torch.float32).copy_(sinks)
+    window = plan.window_left, plan.window_right
+    if not plan.ctas:
+        v = untransposed(v, k.shape[1]) if transposed else v
+        descales = (q_descale, k_descale, v_descale)
+        q, k, v = (dequantised(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
+        return tiled.attention(
+            q, k, v, softmax_scale, config, softcap, sinks, *window, DTYPE, OUT_DTYPE, EXPONENT_OFFSET
+        )
+
+    out = torch.empty(plan.out_shape, dtype=OUT_DTYPE, device=device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=device) if with_lse else None
+    if plan.empty:  # TMA knows no empty tensors
+        if with_lse:
+            lse.copy_(sinks[:, None]) if sinks is not None else lse.fill_(-math.inf)
+        return out.zero_(), lse
+    vt = v if transposed else transpose_v(v)
+    if (q.data_ptr() | k.data_ptr() | vt.data_ptr()) % interface.TMA_ALIGNMENT:
+        interface._refuse_misaligned(q=q, k=k, v=vt)
+    if plan.strides != (None, None):
+        q, k = (x if s is None else x.as_strided(x.shape, s) for x, s in zip((q, k), plan.strides, strict=True))
+    q, k, vt = (x.view(torch.uint8) for x in (q, k, vt))
+    descales = [ones(k.shape[0], k.shape[2], device) if x is None else x for x in (q_descale, k_descale, v_descale)]
+    kernel = forward_kernel(config, OUT_DTYPE, with_lse)
+    scalars = (softmax_scale, softcap, *window, plan.ctas)
+    if device.index == torch.cuda.current_device():
+        counter = interface._counter(device) if config.dynamic else None
+        kernel(q, k, vt, out, lse, sinks, counter, *descales, *scalars)
+    else:
+        with torch.cuda.device(device):
+            counter = interface._counter(device) if config.dynamic else None
+            kernel(q, k, vt, out, lse, sinks, counter, *descales, *scalars)
+    return out, lse
+
+
+class _Plan(NamedTuple):
+    """What a call needs and what depends on shapes, strides, dtypes, devices and masks alone."""
+
+    config: Fp8Config
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    window_left: int  # keys, at least 0
+    window_right: int
+    empty: bool  # nothing to compute
+    ctas: int  # SMs of the device that may be used; 0 on a CPU
+    strides: tuple[tuple[int, ...] | None, ...]  # of q and k, where TMA needs other strides than the tensor's
+    convert_sinks: bool  # they are not contiguous fp32
+
+
+# Checking costs more host time than the launch, so each combination is checked once.
+@functools.lru_cache(maxsize=4096)
+def _plan(*key) -> _Plan:
+    *tensors, causal, left, right, softcap, sinks, pack_gqa, sm_margin, two_level, transposed = key
+    *tensors, q_descale, k_descale, v_descale = tensors
+    check_tensors(*tensors, transposed)
+    q_shape, q_stride, _, device, k_shape, k_stride, _, _, v_shape, _, _, _ = tensors
+    batch, seqlen_q, heads, head_dim = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    head_dim_v = v_shape[2] if transposed else v_shape[3]
+    check_descales((batch, kv_heads), device, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    convert_sinks = False
+    if sinks is not None:
+        shape, stride, dtype, sinks_device = sinks
+        interface.check_sinks(shape, dtype, sinks_device, heads, device)
+        convert_sinks = dtype != torch.float32 or stride != (1,)
+
+    left, right = interface.effective_window(left, right, causal, seqlen_q, seqlen_k)
+    causal = (left, right) == (-1, 0)
+    window = not causal and (left, right) != (-1, -1)
+    choose = functools.partial(
+        fp8_config, head_dim, head_dim_v, causal, seqlen_q,
+        two_level=two_level, window=window, softcap=softcap, sinks=sinks is not None,
+    )  # fmt: skip
+    config = choose()
+    pack = interface.choose_pack_gqa(pack_gqa, heads // kv_heads, seqlen_q, config.tile_m)
+    if pack > 1:
+        config = choose(pack_gqa=pack)
+
+    sms, strides = 0, (None, None)
+    if device.type != "cpu":
+        sms = interface._hopper_sms(device)
+        strides = tuple(tma_strides(*layout) for layout in (("q", q_shape, q_stride), ("k", k_shape, k_stride)))
+    interface.check_sm_margin(sm_margin, sms)
+    out_shape = (batch, seqlen_q, heads, head_dim_v)
+    unlimited = seqlen_q + seqlen_k
+    return _Plan(
+        config,
+        out_shape,
+        lse_shape=(batch, heads, seqlen_q),
+        window_left=unlimited if left < 0 else left,
+        window_right=unlimited if right < 0 else right,
+        empty=0 in out_shape or seqlen_k == 0,
+        ctas=sms and sms - sm_margin,
+        strides=strides,
+        convert_sinks=convert_sinks,
+    )
+
+
+def _descale_facts(x: torch.Tensor | None) -> tuple | None:
+    return None if x is None else (x.shape, x.dtype, x.device)
+
+
+@functools.lru_cache(maxsize=256)
+def ones(batch: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    """Descales of 1, one number in memory."""
+    return torch.ones(1, 1, device=device).expand(batch, kv_heads)
+
+
+# --- on a CPU --------------------------------------------------------------------------------------------------------
+
+
+def dequantised(x: torch.Tensor, descale: torch.Tensor | None) -> torch.Tensor:
+    """What x `(b, s, heads, d)` stands for, in fp32; descale `(b, kv_heads)` or None."""
+    if descale is None:
+        return x.float()
+    return x.float() * descale.repeat_interleave(x.shape[2] // descale.shape[1], dim=1)[:, None, :, None]
+
+
+def untransposed(vt: torch.Tensor, seqlen_k: int) -> torch.Tensor:
+    """The V `(b, sk, hk, dv)` that `transpose_v` made vt from, on a CPU."""
+    b, hk, dv, padded = vt.shape
+    keys = vt.view(torch.uint8).view(b, hk, dv, padded // KEY_GROUP, 2, 4, 2, 2)  # half, quad, j, e
+    keys = keys.permute(0, 3, 4, 6, 5, 7, 1, 2)  # ..., half, j, quad, e
+    return keys.reshape(b, padded, hk, dv)[:, :seqlen_k].view(vt.dtype)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_tensors(
+    q_shape, q_stride, q_dtype, q_device, k_shape, k_stride, k_dtype, k_device, v_shape, v_stride, v_dtype, v_device,
+    transposed,
+) -> None:  # fmt: skip
+    """Raises TypeError or ValueError if q, k, v of these shapes, strides, dtypes and devices are not accepted."""
+    for name, shape in (("q", q_shape), ("k", k_shape), ("v", v_shape)):
+        if len(shape) != 4:
+            raise ValueError(f"{name} has shape {tuple(shape)}; (batch, seqlen, heads, head_dim) is accepted")
+    if not (q_dtype == k_dtype == v_dtype == DTYPE):
+        raise TypeError(f"q, k, v are {q_dtype}, {k_dtype}, {v_dtype}; of 8 bits, all {DTYPE} is accepted")
+    if not (q_device == k_device == v_device):
+        raise ValueError(f"q, k, v are on {q_device}, {k_device}, {v_device}; one device is accepted")
+
+    batch, _, heads, head_dim = q_shape
+    _, seqlen_k, kv_heads, _ = k_shape
+    head_dim_v = v_shape[2] if transposed else v_shape[3]
+    fitting_v = (batch, seqlen_k, kv_heads, head_dim_v)
+    if transposed:
+        fitting_v = (batch, kv_heads, head_dim_v, ceil_div(seqlen_k, KEY_GROUP) * KEY_GROUP)
+    if tuple(k_shape) != (batch, seqlen_k, kv_heads, head_dim) or tuple(v_shape) != fitting_v:
+        raise ValueError(
+            f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)} do not fit together; accepted are q (b, sq, h, d), "
+            f"k (b, sk, hk, d), v {'(b, hk, dv, sk in whole groups of 32)' if transposed else '(b, sk, hk, dv)'}"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, k and v have {kv_heads}; accepted is a multiple of the KV heads")
+    for name, dim in (("q and k", head_dim), ("v", head_dim_v)):
+        if dim % 16 or not 0 < dim <= interface.MAX_HEAD_DIM:
+            raise ValueError(
+                f"head_dim of {name} is {dim}; of 8 bits, a multiple of 16 from 16 to {interface.MAX_HEAD_DIM} is accepted"
+            )
+    for name, stride in (("q", q_stride), ("k", k_stride)):
+        if stride[3] != 1:
+            raise ValueError(
+                f"{name} has strides {stride}; the last must be 1 (head_dim contiguous): call {name}.contiguous()"
+            )
+    if transposed and tuple(v_stride) != tuple(torch.empty(v_shape, device="meta").stride()):
+        raise ValueError(f"v has strides {v_stride}; a transposed v must be contiguous, as transpose_v makes it")
+
+
+def check_descales(shape: tuple[int, int], device: torch.device, **facts) -> None:
+    """Raises TypeError or ValueError if a descale of these (shape, dtype, device) is not fp32 (batch, kv_heads) on `device`."""
+    for name, given in facts.items():
+        if given is None:
+            continue
+        given_shape, dtype, given_device = given
+        if dtype != torch.float32:
+            raise TypeError(f"{name} is {dtype}; torch.float32 is accepted")
+        if tuple(given_shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(given_shape)}; (batch, kv_heads) = {shape} is accepted")
+        if given_device != device:
+            raise ValueError(f"{name} is on {given_device}, q on {device}; one device is accepted")
+
+
+def tma_strides(name: str, shape, stride) -> tuple[int, ...] | None:
+    """Strides for TMA if they are not the tensor's own: a dim of size 1 never uses its stride, so any value is right."""
+    usable = tuple(16 if size == 1 and i < 3 else s for i, (size, s) in enumerate(zip(shape, stride, strict=True)))
+    if any(s % 16 for s in usable[:3]):
+        raise ValueError(
+            f"{name} has strides {stride}; multiples of 16 bytes are accepted, except the last: call {name}.contiguous()"
+        )
+    return usable if usable != tuple(stride) else None

@@ -283,9 +283,8 @@ def as_timeline(buffer: np.ndarray, config: ForwardConfig) -> Timeline:
 def window(whole: Timeline, buffer: np.ndarray, first: int, last: int) -> Timeline:
     """The part from consumer 0's first stamp of key block `first` to that of block `last`, from time 0 on."""
     begin, end = (min(t for t, _, b in chains(buffer)[1] if b == block) for block in (first, last))
-    part = whole.cut(begin, end)
-    moved = (replace(e, start=e.start - begin, end=e.end - begin) for e in part.events)
-    return replace(part, events=tuple(e for e in moved if e.end > e.start))
+    part = whole.cut(begin, end).moved(-begin)
+    return replace(part, events=tuple(e for e in part.events if e.end > e.start))
 
 
 # --- on the card -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, GREY, LIGHT = "#CC79A7", "#56B4E9", "#666666", "#D9D9D9"
 PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
 
-# kernel of a stored row -> (label, colour, marker)
+# kernel of a stored row (or kernel/dtype, where 8 bits look other than 16) -> (label, colour, marker)
 KERNELS: dict[str, tuple[str, str, str]] = {
     "cublas": ("cuBLAS", GREY, "_"),
     "cudnn": ("cuDNN", ORANGE, "s"),
@@ -33,6 +33,13 @@ KERNELS: dict[str, tuple[str, str, str]] = {
     "rung03_tma_wgmma": ("rung 3: TMA + WGMMA", "#7A7A00", "1"),
     "rung04_ring": ("rung 4: ring", "#9C755F", "2"),
     "rung05_warp_specialised": ("rung 5: warp-specialised", "#1B4F72", "*"),
+    "rung06_pingpong": ("rung 6: ping-pong", "#332288", "<"),
+    "rung07_overlap": ("rung 7: overlap", "#117733", ">"),
+    "rung07b_overlap_no_warp_specialisation": ("rung 7b: no warp specialisation", "#661100", "h"),
+    "rung08_persistent": ("rung 8: persistent", "#44AA99", "p"),
+    "rung10_fp8": ("rung 10: fp8", "#882255", "X"),
+    "fa3/fp8": ("FA3 C++, fp8", "#E89A6B", "D"),
+    "fa3_lib/fp8": ("fa3_lib, fp8", "#6BAED6", "o"),
 }
 WIDTH = 8.6  # inches; 946 pixels at the dpi below, a little more than GitHub shows
 
@@ -130,7 +137,7 @@ def throughput(ax: Axes, run: results.Run | None, kernels: Sequence[str], **shap
 
     Args:
         run: the run, or None.
-        kernels: names of kernels as in the rows; those without rows are left out.
+        kernels: names of kernels as in the rows, with "/dtype" for another dtype than the shape's; those without rows are left out.
         shape: what the rows must match, e.g. `head_dim=128, causal=False, dtype="bf16"`.
 
     Returns:
@@ -138,7 +145,9 @@ def throughput(ax: Axes, run: results.Run | None, kernels: Sequence[str], **shap
     """
     drawn: set[int] = set()
     for kernel in kernels:
-        rows = sorted(run.select(kernel=kernel, direction="fwd", **shape), key=lambda r: r.seqlen) if run else []
+        name, _, dtype = kernel.partition("/")
+        wanted = {**shape, "kernel": name, "direction": "fwd", **({"dtype": dtype} if dtype else {})}
+        rows = sorted(run.select(**wanted), key=lambda r: r.seqlen) if run else []
         if not rows:
             continue
         label, colour, marker = KERNELS.get(kernel, (kernel, GREY, "."))

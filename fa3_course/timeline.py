@@ -12,7 +12,7 @@ The JSON form, `fa3-timeline/1`:
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -62,6 +62,18 @@ class Timeline:
         if not inside:
             raise ValueError(f"nothing happens between {start} and {end} {self.unit}; the timeline spans {self.span}")
         return Timeline(self.unit, self.lanes, tuple(inside), self.meta)
+
+    def moved(self, by: float) -> "Timeline":
+        """The same, `by` later."""
+        return replace(self, events=tuple(replace(e, start=e.start + by, end=e.end + by) for e in self.events))
+
+    def under(self, lane: str, name: str, others: bool = True) -> float:
+        """Of the time of a lane's events with this name, the share in which the tensor core works (for others only, or for all)."""
+        mine = [e for e in self.events if e.lane == lane and e.name == name]
+        gemms = [e for e in self.events if e.lane == "tensor core" and not (others and e.role == lane)]
+        shared = sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in mine for b in gemms)
+        total = sum(e.end - e.start for e in mine)
+        return shared / total if total else 0.0
 
     def as_dict(self) -> dict:
         """The JSON form."""
@@ -193,6 +205,30 @@ def draw(timeline: Timeline, title: str = ""):
     gantt(timeline.cut(low, high), below)
     below.set_title("inside the frame", fontweight="normal")
     below.set_xlabel(time)
+    return fig
+
+
+def beside(timelines: Mapping[str, Timeline]):
+    """A figure that compares timelines by title: three rounds of each one's middle, on one scale that starts at 0. Returns it."""
+    from fa3_course import plots
+
+    plots.use_style()
+    import matplotlib.pyplot as plt
+
+    parts = {}
+    for title, timeline in timelines.items():
+        low, high = _middle(timeline)
+        parts[title] = timeline.cut(low, high).moved(-low)
+    rows = [len(default_lanes(part)) for part in parts.values()]
+    fig, axes = plt.subplots(
+        len(parts), 1, figsize=(plots.WIDTH, 0.7 * len(parts) + 0.4 * sum(rows)), height_ratios=rows, squeeze=False
+    )
+    for ax, (title, part) in zip(axes[:, 0], parts.items(), strict=True):
+        gantt(part, ax)
+        ax.set_xlim(0, max(part.span[1] for part in parts.values()))
+        ax.set_title(title)
+    units = {part.unit for part in parts.values()}
+    ax.set_xlabel(f"time in {' or '.join('cycles of the SM clock' if u == 'cycles' else 'nanoseconds' for u in units)}")
     return fig
 
 

@@ -77,6 +77,13 @@ FILES = {
 RUN = results.latest(kernel="rung07_overlap") or results.latest(kernel="rung05_warp_specialised")
 print(f"seed {SEED}; CuTe DSL {'is here' if HAS_CUTE else 'has no wheels for this system: its cells say so and go on'}")
 print(f"stored run: {RUN.gpu}, {RUN.date[:10]}" if RUN else "no stored run: `fa3 bench` on a Hopper stores one")
+EXPERIMENTS = results.experiments("03")  # this chapter's variants, all of one run; another run than the one above
+STORES_THEM = "`python -m bench.experiments_03` on a Hopper stores some"
+print(
+    f"stored experiments: {EXPERIMENTS.gpu}, {EXPERIMENTS.date[:10]}"
+    if EXPERIMENTS
+    else f"no stored experiments: {STORES_THEM}"
+)
 
 
 def reveal(what, guess, value, unit=""):
@@ -88,6 +95,12 @@ def reveal(what, guess, value, unit=""):
 def stored(kernel, **shape):
     """The stored row of a rung ("5"), of the library ("fa3_lib") or of a peer ("fa3"); None if there is none."""
     return lesson_rungs.stored(RUN, FILES.get(kernel, kernel), **shape)
+
+
+def experiment(name, **shape):
+    """Stored rows of one of the chapter's experiments by variant, in the order of the run; {} if there are none."""
+    rows = EXPERIMENTS.select(**shape) if EXPERIMENTS else []
+    return {row.kernel.removeprefix(f"{name}: "): row for row in rows if row.kernel.startswith(f"{name}: ")}
 
 
 def simulate(number, blocks=16, config=None, heads=1, d=128, **options):
@@ -227,6 +240,33 @@ if rungs.has_hopper():
 else:
     print("the microbenchmark needs a Hopper; there is none here")
 print(f"from the rates: {even / 128:.2f}")
+
+# %% [markdown]
+# The stored run has both, each at the clock that the card had meanwhile. A product of big matrices is limited by power, and its clock falls; exponentials
+# are not. In seconds they are therefore cheaper than in cycles, by the ratio of the clocks.
+
+# %%
+exp, product = (experiment("exp against matmul").get("exponentials"), EXPERIMENTS and EXPERIMENTS.one(kernel="cublas"))
+if exp and product:
+    for row, unit, full in (
+        (exp, "exponentials", HOPPER.mufu),
+        (product, "FLOP in a product (cuBLAS)", HOPPER.tensor_flops_16bit),
+    ):
+        rate = f"{row.tflops:.2f} T {unit} per second"
+        clocks = f", {row.tflops * 1e6 / row.sm_mhz / EXPERIMENTS.sms:.4g} of {full} per clock and SM at {row.sm_mhz:.0f} MHz"
+        print(rate + (clocks if row.sm_mhz and EXPERIMENTS.sms else ""))
+    heads = (64, 128, 192, 256)
+    fig, (ax,) = plots.figure(height=2.6)
+    bars = [
+        ("from the rates", [even / d for d in heads], plots.LIGHT),
+        (f"measured, {EXPERIMENTS.gpu}", [product.tflops / exp.tflops / (4 * d) for d in heads], plots.RED),
+    ]
+    plots.grouped_bars(ax, [f"d {d}" for d in heads], bars)
+    ax.axvline(1, color="black", linewidth=1)
+    ax.set(xlabel="time of the exponentials over that of the products", title="Exponentials against products")
+    plt.show()
+else:
+    print(f"no stored row of exponentials against products yet: {STORES_THEM}")
 
 # %% [markdown]
 # ## 3. Ping-pong
@@ -408,6 +448,13 @@ timeline.gantt(lines.cut(*(lines.span[1] * part for part in (0.45, 0.7))), right
 right.set_title("Rung 6, three consumers, a part")
 plt.show()
 reveal("three over two in rung 6, d 64", guess, speed["6"][1] / speed["6"][0], "times")
+for causal in (False, True):
+    found = experiment("consumers", head_dim=64, causal=causal)
+    for n in (n for n in ("6", "7") if f"rung {n}, 3" in found):
+        ratio = found[f"rung {n}, 3"].tflops / found[f"rung {n}, 2"].tflops
+        print(f"measured, {found[f'rung {n}, 3'].shape}: three over two in rung {n}: {ratio:.2f} times")
+if not experiment("consumers"):
+    print(f"no stored row of two and three consumers yet: {STORES_THEM}")
 
 # %% [markdown]
 # The turns go round: 0, 1, 2, 0. Each barrier still counts 256 threads, its owner's and those of the one before. What decides between two and three is the
@@ -548,36 +595,54 @@ guess = None  # rung 7b over rung 7 on the simulated SM
 
 # %%
 PAPER = {"7": 661, "6": 582, "7b": 570}  # TFLOP/s, FA3 paper (arXiv:2407.08608), table of the ablation
-LABELS = {
-    "7": "rung 7: all of it",
-    "6": "rung 6: no overlap inside\na warpgroup",
-    "7b": "rung 7b: no warp\nspecialisation",
-    "5": "rung 5: no overlap,\nno turns",
+NO_TURNS = replace(simulated.configuration("7", 128, False), ping_pong=False)
+# label: (name of the variant in the stored experiment, rung, its configuration where it is not the rung's own)
+ABLATION = {
+    "rung 7: all of it": ("all of it", "7", None),
+    "rung 7 without turns": ("no turns", "7", NO_TURNS),
+    "rung 6: no overlap inside\na warpgroup": ("no overlap inside a warpgroup", "6", None),
+    "rung 5: neither": ("neither", "5", None),
+    "rung 7b: no warp\nspecialisation": ("no warp specialisation", "7b", None),
 }
-simulated_speed = {n: predicted(n) for n in LABELS}
-measured = {n: row.tflops for n in (*LABELS, "fa3_lib") if (row := stored(n, head_dim=128, **SHAPE))}
-over = next((n for n in ("7", "fa3_lib") if n in measured), None)
-ratios = [
-    ("paper, over its full kernel", [PAPER.get(n, np.nan) / PAPER["7"] for n in LABELS], plots.GREY),
-    ("simulated, over rung 7", [simulated_speed[n] / simulated_speed["7"] for n in LABELS], plots.LIGHT),
+paper = [np.nan if config else PAPER.get(n, np.nan) / PAPER["7"] for _, n, config in ABLATION.values()]
+simulated_speed = np.array([predicted(n, config) for _, n, config in ABLATION.values()])
+bars = [
+    ("paper (H100, fp16)", paper, plots.GREY),
+    ("simulated", simulated_speed / simulated_speed[0], plots.LIGHT),
 ]
-if over:
-    name = "rung 7" if over == "7" else over
-    ratios.append((f"stored, over {name}", [measured.get(n, np.nan) / measured[over] for n in LABELS], plots.BLUE))
-fig, (ax,) = plots.figure(height=3.6)
-plots.grouped_bars(ax, list(LABELS.values()), ratios)
-ax.set(xlabel="speed as a ratio within one run", title="The ablation: d 128, full, 16k")
+
+
+def over_all(head_dim, causal):
+    """Measured speeds of the ablation's variants over "all of it", NaN where there is no row."""
+    found = experiment("ablation", head_dim=head_dim, causal=causal)
+    whole = found["all of it"].tflops if "all of it" in found else np.nan
+    return [found[name].tflops / whole if name in found else np.nan for name, _, _ in ABLATION.values()]
+
+
+CASES = {(d, causal): over_all(d, causal) for d in (128, 64) for causal in (False, True)}
+if np.isfinite(CASES[128, False]).any():
+    bars.append((f"measured ({EXPERIMENTS.gpu}, bf16)", CASES[128, False], plots.BLUE))
+fig, (ax,) = plots.figure(height=3.9)
+plots.grouped_bars(ax, list(ABLATION), bars)
+ax.set(xlabel="speed over that of rung 7, within one run", title="The ablation: d 128, full, 4 x 16k tokens")
 ax.get_legend().remove()
 fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 plt.show()
-reveal("rung 7b over rung 7, simulated", guess, simulated_speed["7b"] / simulated_speed["7"])
-if absent := [n for n in LABELS if n not in measured]:
-    print(f"no stored row yet of rung {', '.join(absent)}: `fa3 bench` on a Hopper stores some")
+reveal("rung 7b over rung 7, simulated", guess, simulated_speed[-1] / simulated_speed[0])
+if EXPERIMENTS and np.isfinite([*CASES.values()]).any():
+    head = ["measured, over all of it", *(f"d {d} {'causal' if causal else 'full'}" for d, causal in CASES)]
+    lines = [
+        [label.replace("\n", " "), *(f"{x:.2f}" for x in x)]
+        for label, *x in zip(ABLATION, *CASES.values(), strict=True)
+    ]
+    display(Markdown("\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))))
+else:
+    print(f"no stored row of our own kernels' ablation yet: {STORES_THEM}")
 sim_view.explore(ping_pong=False, overlap=True)
 
 # %% [markdown]
-# Compare ratios: other cards, other clocks, other dtypes. (On a live notebook, turn the knobs: overlap without ping-pong is rung 7b, ping-pong without overlap rung 6;
-# try a slower memory.) Two remarks.
+# Compare ratios: other cards, other clocks, other dtypes. Rung 5 and rung 7 without turns are no rows of the paper's. (On a live notebook, turn the knobs: overlap
+# without ping-pong is rung 7b, ping-pong without overlap rung 6; try a slower memory.) Two remarks.
 #
 # * An ablation says what happens if you remove one thing *and change nothing else*. A kernel that was tuned for being without would lose less.
 # * The simulator does not know what 7b pays for besides waiting: registers that cannot be handed over (no `USETMAXREG` in the table above, more registers at
@@ -692,7 +757,46 @@ display(Markdown(notes.find("tiles in pairs").quote()))
 # sorted*, perfect in balance, fell apart at 1k:
 # the tiles that run together belong to as many heads as there are SMs, so every K and V is fetched again in every round. Pairs lose a little balance, in the
 # last round, and have
-# neighbours that share a head. The plan in the kernel:
+# neighbours that share a head. And the card? Rung 7 starts a CTA per tile, rung 8 walks over pairs; beside it stand the same kernel with tiles as they come (plan
+# 1), and with the longest tiles of all heads first, so that neighbours never share a head. Then the waves: one head of 2k rows has 16 tiles.
+
+# %%
+shapes = [(causal, seqlen) for causal in (False, True) for seqlen in (4096, 16_384)]
+measured = {shape: experiment("schedule", causal=shape[0], seqlen=shape[1]) for shape in shapes}
+if any(measured.values()):
+    names = [f"{'causal' if causal else 'full'}, {seqlen // 1024}k" for causal, seqlen in shapes]
+    base = [found["a CTA per tile"].tflops if "a CTA per tile" in found else np.nan for found in measured.values()]
+    kinds = {
+        "persistent": plots.BLUE,
+        "persistent, as they come": plots.GREEN,
+        "persistent, heads interleaved": plots.ORANGE,
+    }
+    bars = [
+        (
+            kind,
+            [
+                found[kind].tflops / b if kind in found else np.nan
+                for found, b in zip(measured.values(), base, strict=True)
+            ],
+            colour,
+        )
+        for kind, colour in kinds.items()
+    ]
+    fig, (ax,) = plots.figure(height=3.2)
+    plots.grouped_bars(ax, names, bars)
+    ax.axvline(1, color="black", linewidth=1)
+    ax.set(xlabel="speed over that of a CTA per tile (rung 7)", title=f"Schedules, d 128, {EXPERIMENTS.gpu}")
+    ax.get_legend().remove()
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    plt.show()
+    for row in EXPERIMENTS.select(seqlen=2048, causal=False):
+        tiles = 16 * row.heads * row.batch
+        print(f"{row.kernel}, {tiles} tiles, {tiles / sms:.2f} per SM: {row.ms * 1e3:.0f} us, {row.tflops:.0f} TFLOP/s")
+else:
+    print(f"no stored row of schedules and waves yet: {STORES_THEM}")
+
+# %% [markdown]
+# The plan in the kernel:
 
 # %%
 print(lesson_rungs.check_and_measure(FILES["8"], RUN))
@@ -771,7 +875,12 @@ plt.show()
 #
 # ## 12. What FA3 left on the table, and what we tried
 #
-# The best of this chapter is a list of predictions, written before each measurement. Read them, and decide for each whether you would have tried it.
+# FA3's released kernel leaves work on the table that later kernels, or arithmetic, point at: it multiplies O by its factor after every block, whether the maximum grew
+# or not; it takes every exponential from the MUFU, also where the MUFU is the longest queue; both maxima of a thread come before all of its exponentials; one warp loads Q, K
+# and V in turn. Each of these invites a trick, and each trick a prediction.
+#
+# The best of this chapter is that list of predictions, written before each measurement. Read them, and decide for each whether you would have tried it. (Entries
+# come from `bench/NOTES.md`; a gain is a ratio within one run.)
 
 # %%
 tried = [entry for entry in notes.read() if entry.changes]
@@ -783,6 +892,17 @@ guess = []  # the numbers of the ideas that made the kernel slower, so that we t
 
 # %%
 print(f"taken back: {[i for i, entry in enumerate(tried, 1) if entry.lost]}; you said {guess or 'nothing yet'}")
+
+
+def gain(entry):
+    """The measured changes of an entry in percent, from the worst shape to the best."""
+    percent = sorted(round(100 * (change.ratio - 1)) for change in entry.changes)
+    words = " to ".join(f"{x:+d} %" for x in dict.fromkeys((percent[0], percent[-1])))
+    return words if entry.lost or percent[-1] > 0 else f"{words} (a first version; see its note)"
+
+
+rows = [f"| {i} | {e.title} | {gain(e)} | {'taken back' if e.lost else 'kept'} |" for i, e in enumerate(tried, 1)]
+display(Markdown("\n".join(["| | idea | measured | |", "|---|---|---|---|", *rows])))
 fig, (ax,) = plots.figure(height=0.9 + 0.5 * len(tried))
 MARKERS = {"d64": ("o", plots.ORANGE), "d128": ("s", plots.BLUE), "d256": ("D", plots.GREEN)}
 for row, entry in enumerate(tried):
@@ -932,18 +1052,67 @@ else:
 # %% [markdown]
 # ### The measured timeline
 #
-# Every picture with a time axis so far was simulated. A kernel can stamp the clock at the same points on the card, and the same reader draws it
-# (`fa3_course/timeline.py`). Where stamps of a card are stored, they stand here,
-# above the simulator's picture of the same tile:
+# Every picture with a time axis so far was simulated. The same can be seen on the card: `python -m bench.timelines` puts stamps between the lines of a rung (one
+# thread per warpgroup stores the SM's clock: `K there`, `QK issued`, `S there`, `softmax done`, `turn`, ...), and compiles that text apart, so that the rung itself is
+# not touched. What you see is one CTA of a full card. How to read it:
+#
+# * A coloured bar in the row of a warpgroup is its softmax (a sliver: issuing a product). A thin grey line is waiting: for its turn, for its product, for K or V.
+# * The tensor cores' row is put together from the warpgroups' stamps: a product begins when it is issued and the one before is done, and ends when its owner sees it
+#   done.
+# * **Look for the turns in rung 6**: beside a blue softmax two orange products (PV, QK) lie in the row of the tensor cores, beside an orange softmax two blue ones, again and
+#   again. In rung 5, on the same scale of time, nobody arranges that, and the same number of blocks takes longer.
+# * In rung 7 QK comes first, and a softmax has products of *both* colours beside it: the other's, and its own PV.
+#
+# A stamp costs a few instructions, and the compiler moves nothing past it. The line under each picture says what all stamps together cost.
 
 # %%
-stamped = sorted((checkout() / "bench" / "timelines").glob("*.json"))
-for path in stamped:
-    timeline.draw(timeline.read(path), f"Measured: {path.stem}")
+STAMPED = {path.stem: timeline.read(path) for path in sorted((checkout() / "bench" / "timelines").glob("*.json"))}
+WITHOUT = {"rung06_pingpong_d128": "rung05_warp_specialised_d128"}  # shown above it: the same kernel without turns
+
+
+def lane_words(t, number):
+    """What the picture says, in numbers."""
+    low, high = t.span
+    mine, all_of_it = (100 * t.under("consumer0", "softmax", others) for others in (True, False))
+    return (
+        f"rung {number}: tensor cores at work {100 * t.busy('tensor core') / (high - low):.0f} % of the time; of warpgroup 0's softmax "
+        f"{mine:.0f} % lies under the others' products, {all_of_it:.0f} % under anybody's"
+    )
+
+
+for name in ("rung06_pingpong_d128", "rung07_overlap_d128", "rung07_overlap_d64", "rung08_persistent_d128"):
+    if name not in STAMPED:
+        continue
+    chosen = {key: STAMPED[key] for key in (WITHOUT.get(name), name) if key in STAMPED}
+    number, d = STAMPED[name].meta["rung"], STAMPED[name].meta["head_dim"]
+    tiles = {key: STAMPED[name].meta[key] for key in ("tile_m", "tile_n")}
+    config = replace(simulated.configuration(number, d, False), **tiles)
+    report = simulate(number, 6, config, heads=2) if number == "8" else simulate(number, 12, config)
+    pictures = {f"Measured: rung {t.meta['rung']}, d {d}, {t.meta['gpu']}": t for t in chosen.values()}
+    timeline.beside(pictures | {f"Simulated: rung {number}": lines_of(report)})
     plt.show()
-if not stamped:
-    print("no stamped timeline of a card is stored yet; the simulated one:")
-show("7", simulate("7", 12, CONFIGS["d64 192x128"]), "Simulated: rung 7, head dim 64, three consumers")
+    for t in chosen.values():
+        cost = t.meta["ms_stamped"] / t.meta["ms_plain"] - 1
+        clock = f" at {t.meta['sm_mhz']:.0f} MHz" if t.meta.get("sm_mhz") else ""
+        print(f"{lane_words(t, t.meta['rung'])}; stamps cost {100 * cost:.1f} %{clock}")
+if not STAMPED:
+    print(
+        "no stamped timeline of a card is stored yet (`python -m bench.timelines` on a Hopper stores some); simulated ones:"
+    )
+    reports = {n: lines_of(simulate(n, 12)) for n in ("5", "6", "7")}
+    timeline.beside({f"Simulated: rung {n}, d 128": t for n, t in reports.items()})
+    plt.show()
+    print("\n".join(lane_words(t, n) for n, t in reports.items()))
+
+# %% [markdown]
+# > **NVIDIA's own tool.** CuTe DSL comes with *iket*, which does the same with a viewer: write `iket.range_push("softmax")` ... `iket.range_pop()` into a kernel
+# > (`from cutlass.cute.experimental import iket`), compile it with `options="iket"`, and run it as
+# >
+# > `run-iket --clobber -o out profile --postprocess all -- python my_program.py`
+# >
+# > It writes a file for [ui.perfetto.dev](https://ui.perfetto.dev) and a page that shows it. Without the option the calls leave no instruction behind. It reads
+# > `globaltimer`, a clock in nanoseconds that is the same on all SMs but advances in steps of about 32 ns, some 55 cycles; our stamps read the SM's own cycle counter, which
+# > is exact but comparable within one SM only. Trace one launch: a loop of launches fills hundreds of megabytes.
 
 # %% [markdown]
 # ## 14. Three questions for you

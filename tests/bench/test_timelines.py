@@ -74,6 +74,9 @@ def test_stamps_become_turns(start, tmp_path):
     figure = timeline.draw(part, "rung 6")
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names == ["load warp", "warpgroup 0", "tensor core", "warpgroup 1"]
+    assert part.under("consumer0", "softmax") > 0.9 > part.moved(5).under("consumer0", "epilogue") == 0.0
+    both = timeline.beside({"measured": part, "later": part.moved(10_000)})
+    assert len({ax.get_xlim() for ax in both.axes}) == 1 and both.axes[0].get_xlim()[0] == 0
 
 
 def test_an_empty_buffer_is_refused():

@@ -16,8 +16,8 @@ TRANSPOSE_KEYS, TRANSPOSE_COLUMNS = 128, 64  # a program's tile of V: whole 128-
 WARP_ELEMENTS = 2048  # of a tile: 64 registers a thread
 TILE_ELEMENTS = 4 * WARP_ELEMENTS
 OWN_ELEMENTS = (
-    16 * WARP_ELEMENTS
-)  # the largest block that one program holds: it finds its scale and rounds, reading x once
+    8 * WARP_ELEMENTS
+)  # of the largest block that one program holds, so that x is read once; more warps spill
 MAX_ROWS = 128
 MATRIX_STAGES = 5  # of a rotation, on the tensor cores: a matrix of 32 x 32, made in registers
 
@@ -129,7 +129,7 @@ def amax_kernel(
     X += batch * x_batch + head * x_head
     x = load_tile(X, SIGNS, x_row, x_column, rows, exists, ROWS, COLUMNS, HEAD_DIM, STAGES, MATRIX_STAGES)
     slot = AMAX + batch * a_batch + head // group * a_head + b * a_block
-    tl.atomic_max(slot, finite_max(x).to(tl.int32, bitcast=True))
+    tl.atomic_max(slot, finite_max(x).to(tl.int32, bitcast=True), sem="relaxed")
 
 
 # fmt: off

@@ -760,18 +760,20 @@ def newest(name, folder=results.RESULTS):
     return max(runs, key=lambda run: run.date, default=None)
 
 
-def show(name, column, value, folder=results.RESULTS, most=40):
-    """A stored run as a table: one line per kernel and shape; of more than `most` lines, those of the longest sequences."""
+def show(name, what, value, folder=results.RESULTS, most=8):
+    """A stored run as a table, kernels down and shapes across; of more than `most` shapes, the longest sequences."""
     run = newest(name, folder)
-    chosen = [row for row in run.rows if row.measured and value(row) is not None] if run else []
-    if len(chosen) > most:
-        longest = max(row.seqlen or 0 for row in chosen)
-        chosen = [row for row in chosen if row.seqlen in (None, longest)]
-    if not chosen:
-        print(f"{column}: no row stored yet; `python -m bench.{name}` on a Hopper stores some")
+    found = {(row.kernel, row.shape): row for row in run.rows if row.measured and value(row) is not None} if run else {}
+    if not found:
+        print(f"{what}: no row stored yet; `python -m bench.{name}` on a Hopper stores some")
         return
-    print(f"{run.gpu}, {run.date[:10]}, `{run.command}`")
-    table(["", "shape", column], [[row.kernel, row.shape, f"{value(row):,.4g}"] for row in chosen])
+    if len({shape for _, shape in found}) > most:
+        longest = max(row.seqlen or 0 for row in found.values())
+        found = {at: row for at, row in found.items() if row.seqlen in (None, longest)}
+    kernels, shapes = (list(dict.fromkeys(at[i] for at in found)) for i in (0, 1))
+    text = {at: f"{value(row):,.4g}" for at, row in found.items()}
+    print(f"{what}; {run.gpu}, {run.date[:10]}, `{run.command}`")
+    table(["", *shapes], [[kernel, *(text.get((kernel, shape), "") for shape in shapes)] for kernel in kernels])
 
 
 show("quantize", "microseconds", lambda row: 1e3 * row.ms)

@@ -15,9 +15,7 @@ TRANSPOSE_KEYS, TRANSPOSE_COLUMNS = 128, 64  # a program's tile of V: whole 128-
 
 WARP_ELEMENTS = 2048  # of a tile: 64 registers a thread
 TILE_ELEMENTS = 4 * WARP_ELEMENTS
-OWN_ELEMENTS = (
-    8 * WARP_ELEMENTS
-)  # of the largest block that one program holds, so that x is read once; more warps spill
+OWN_ELEMENTS = 8 * WARP_ELEMENTS  # the largest block that one program holds, reading x once; more warps would spill
 MAX_ROWS = 128
 MATRIX_STAGES = 5  # of a rotation, on the tensor cores: a matrix of 32 x 32, made in registers
 

@@ -174,6 +174,54 @@ def _peers(dtype: str) -> list[Kernel]:
     ]
 
 
+FP8_SOURCE = (
+    "fa3_lib/config.py", "fa3_lib/consumer.py", "fa3_lib/forward_fp8_sm90.py", "fa3_lib/forward_sm90.py", "fa3_lib/fp8.py",
+    "fa3_lib/fp8_config.py", "fa3_lib/loads.py", "fa3_lib/quantize.py", "fa3_lib/quantize_triton.py", "fa3_lib/softmax.py",
+    "fa3_lib/walk.py",
+)  # fmt: skip
+
+
+def _fa3_lib_fp8(two_level: bool = True, transposed: bool = False) -> Callable:
+    from fa3_lib import fp8
+
+    def call(q, k, v, causal):
+        scale = q.shape[-1] ** -0.5
+        return fp8.forward(q, k, v, scale, causal, two_level=two_level, with_lse=False, transposed=transposed)[0]
+
+    return call
+
+
+def _transpose_v() -> Callable:
+    from fa3_lib.quantize import transpose_v
+
+    return lambda q, k, v, causal: transpose_v(v)
+
+
+def _with_transposed_v(q, k, v):
+    from fa3_lib.quantize import transpose_v
+
+    return q, k, transpose_v(v)
+
+
+# parts of the FP8 call, not measured as kernels of their own right: name -> what they get instead of (q, k, v)
+PARTS = {"fa3_lib kernel": _with_transposed_v, "transpose_v": lambda *x: x}
+
+
+def fp8_kernels() -> list[Kernel]:
+    """Who is measured in FP8: the yardstick, FA3, the library with two levels and with one, and the parts of its call."""
+
+    def library(name, load, **options):
+        return Kernel(name, "fp8", functools.partial(load, **options), source=FP8_SOURCE)
+
+    return [
+        *(kernel for kernel in _peers("bf16") if kernel.dtype == "fp8"),
+        library("fa3_lib", _fa3_lib_fp8),
+        library("fa3_lib one level", _fa3_lib_fp8, two_level=False),
+        library("fa3_lib kernel", _fa3_lib_fp8, transposed=True),
+        library("transpose_v", _transpose_v),
+    ]
+
+
 def _from_rung(rung, dtype: str) -> Kernel:
     """A rung of the registry as a candidate; the library is its last entry."""
 

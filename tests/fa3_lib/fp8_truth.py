@@ -1,0 +1,79 @@
+"""How far FP8 attention may be from the fp64 truth of the numbers that its operands stand for.
+
+FA3's rule (kernel_facts 7.60 and 7.61): at most twice the error of a plain computation that rounds P to e4m3 as well, three
+times with softcap, and the output's rounding. LSE: what the tensor core's 13 bits may do to a score.
+"""
+
+import torch
+
+from fa3_lib import fp8, reference
+from tests.fa3_lib.masked_truth import TANH_ERROR
+
+E4M3 = torch.float8_e4m3fn
+
+
+def draw(b, sq, sk, h, hk, d, dv=None, device="cpu"):
+    """q, k, v from N(0, 1), and their descales in [0, 2), all different, with strides of their own."""
+    shapes = ((b, sq, h, d), (b, sk, hk, d), (b, sk, hk, d if dv is None else dv))
+    descales = [torch.rand(hk, b, 3, device=device)[..., i].T * 2 for i in range(3)]
+    names = ("q_descale", "k_descale", "v_descale")
+    return [torch.randn(s, device=device).to(E4M3) for s in shapes], dict(zip(names, descales, strict=True))
+
+
+def rounded_p(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, sinks=None):
+    """Attention of fp32 q, k, v as plain PyTorch, with P, in (0, 256], rounded to e4m3 and the output to bf16."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    group = q.shape[2] // k.shape[2]
+    qt, kt, vt = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = qt @ kt.transpose(-1, -2) * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    allowed = reference.attention_mask(q.shape[1], k.shape[1], causal, window_size, q.device)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    top = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    P = (scores - top).exp() * 256
+    total = P.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks[:, None, None] - top).exp() * 256
+    return (P.to(E4M3).float() @ vt / total).nan_to_num(0.0).transpose(1, 2).to(torch.bfloat16)
+
+
+def score_error(q, k, softmax_scale) -> float:
+    """What may be wrong in a score, and so in LSE: each step of an FP8 product keeps 13 bits below its largest term.
+
+    On random inputs the cuts of all steps add up to at most 1.6 * 2^-13 of sum |q_i k_i|.
+    """
+    group = q.shape[2] // k.shape[2]
+    largest = (
+        q.abs().transpose(1, 2) @ k.abs().transpose(1, 2).repeat_interleave(group, dim=1).transpose(-1, -2)
+    ).amax()
+    return 2.0**-11 * float(largest) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) + 1e-4
+
+
+def assert_right(result, q, k, v, q_descale=None, k_descale=None, v_descale=None, **mask) -> None:
+    """Raises AssertionError with both errors if (out, lse) misses the truth, or if anything is NaN or unwritten.
+
+    mask: softmax_scale, causal, window_size, softcap and sinks, as `fa3_lib.reference.attention` takes them.
+    """
+    out, lse = result
+    q, k, v = (fp8.dequantised(x, f) for x, f in ((q, q_descale), (k, k_descale), (v, v_descale)))
+    true_out, true_lse = reference.attention(q, k, v, **mask)
+    assert out.dtype == torch.bfloat16 and out.shape == true_out.shape
+    assert lse.dtype == torch.float32 and lse.shape == true_lse.shape
+    sees = reference.attention_mask(
+        q.shape[1], k.shape[1], mask.get("causal", False), mask.get("window_size", (-1, -1)), q.device
+    ).any(1)
+    assert not out[:, ~sees].any(), "rows without keys must be exactly 0"
+    assert torch.equal(lse == -torch.inf, true_lse == -torch.inf), "rows without keys or sinks"
+    if out.numel() == 0 or k.numel() == 0:
+        return
+    softcap = mask.get("softcap", 0.0)
+    as_stored = true_out.to(torch.bfloat16)
+    noise = ((as_stored + 0.3 - 0.3).double() - as_stored.double()).abs().max()
+    plain_error = (rounded_p(q, k, v, **mask).double() - true_out).abs().max()
+    allowed, error = (3 if softcap else 2) * plain_error + 2 * noise, (out.double() - true_out).abs().max()
+    assert error <= allowed, f"out: error {error:.3e}, allowed {allowed:.3e}"
+    if (true_lse > -torch.inf).any():
+        error = (lse.double() - true_lse)[true_lse > -torch.inf].abs().max()
+        allowed = score_error(q, k, mask.get("softmax_scale")) + 2 * softcap * TANH_ERROR
+        assert error <= allowed, f"lse: error {error:.3e}, allowed {allowed:.3e}"

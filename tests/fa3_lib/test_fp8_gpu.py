@@ -1,0 +1,211 @@
+"""The FP8 kernel on a Hopper against the fp64 truth of the numbers that its operands stand for."""
+
+import pytest
+import torch
+
+from fa3_lib import fp8
+from fa3_lib.fp8_config import HEAD_DIMS
+from fa3_lib.quantize import transpose_v
+from tests.fa3_lib import fp8_truth
+from tests.fa3_lib.fp8_truth import E4M3, assert_right
+from tests.fa3_lib.masked_truth import random_mask
+
+pytestmark = pytest.mark.gpu
+
+# lengths around, below and above the tiles, ragged, and more queries than keys (kernel_facts 7.66)
+SHAPES = (
+    (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211),
+    (108, 256), (256, 512), (384, 256), (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (4096, 4096),
+    (4224, 4224),
+)  # fmt: skip
+
+
+def draw(*shape):
+    return fp8_truth.draw(*shape, device="cuda")
+
+
+def attend(q, k, v, softmax_scale=None, window_size=(-1, -1), **arguments):
+    """The call under test, on an allocator whose free blocks hold NaN: an element that is not written shows."""
+    sizes = (q[..., 0].numel() * v.shape[-1] // 2 + 1, q[..., 0].numel())  # in fp32: the output's bytes and the LSE's
+    poison = [torch.full((n,), torch.nan, device="cuda") for n in sizes]
+    del poison
+    left, right = window_size
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return fp8.forward(q, k, v, scale, left=left, right=right, **arguments)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_grid(d, causal, shape):
+    for hk in (6, 2, 1):
+        tensors, descales = draw(2 if max(shape) > 2048 else 9, *shape, 6, hk, d)
+        for two_level in (True, False):
+            result = attend(*tensors, causal=causal, two_level=two_level, **descales)
+            assert_right(result, *tensors, causal=causal, **descales)
+
+
+@pytest.mark.parametrize("trial", range(40))
+def test_masks_drawn_at_random(trial):
+    def one_of(choices):
+        return choices[int(torch.randint(len(choices), ()))]
+
+    sq, sk = (one_of((1, 17, 100, 128, 300, 1000)) for _ in range(2))
+    group = one_of((1, 3, 4, 8))
+    heads, pack_gqa = 2 * group, one_of((None, True, False))
+    mask = random_mask(sq, sk, heads, "cuda")
+    d, dv = one_of(HEAD_DIMS), one_of(HEAD_DIMS)
+    print(f"sq {sq} sk {sk} heads {heads} d {d} dv {dv} pack_gqa {pack_gqa} {mask}")
+    tensors, descales = draw(2, sq, sk, heads, 2, d, dv)
+    assert_right(attend(*tensors, pack_gqa=pack_gqa, **mask, **descales), *tensors, **mask, **descales)
+
+
+def test_other_head_dims_scales_and_no_descales():
+    for d, dv in ((16, 16), (48, 32), (80, 128), (112, 112), (144, 208), (256, 64)):
+        tensors, descales = draw(2, 200, 333, 4, 2, d, dv)
+        mask = {"softmax_scale": 0.3, "causal": True}
+        assert_right(attend(*tensors, **mask, **descales), *tensors, **mask, **descales)
+        assert_right(attend(*tensors), *tensors)
+
+
+def test_no_keys_and_no_queries():
+    for b, sq, sk in ((2, 5, 0), (2, 0, 5), (0, 5, 5), (2, 0, 0)):
+        tensors, descales = draw(b, sq, sk, 4, 2, 64)
+        for sinks in (None, torch.randn(4, device="cuda")):
+            assert_right(attend(*tensors, sinks=sinks, **descales), *tensors, sinks=sinks, **descales)
+
+
+def test_strided_views_a_transposed_v_and_no_lse_give_the_same_bits():
+    (q, k, v), descales = draw(2, 300, 300, 4, 4, 128)
+    out, lse = attend(q, k, v, causal=True, **descales)
+    packed = torch.stack([x.view(torch.uint8) for x in (q, k, v)], dim=2).unbind(2)
+    head_major = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for views in ([x.view(E4M3) for x in packed], head_major):
+        for got, want in zip(attend(*views, causal=True, **descales), (out, lse), strict=True):
+            assert torch.equal(got, want)
+    for got, want in zip(
+        attend(q, k, transpose_v(v), causal=True, transposed=True, **descales), (out, lse), strict=True
+    ):
+        assert torch.equal(got, want)
+    got, none = attend(q, k, v, causal=True, with_lse=False, **descales)
+    assert torch.equal(got, out) and none is None
+
+
+@pytest.mark.parametrize("d", (64, 80, 128, 256))
+def test_memory_beyond_the_tensors_is_not_seen(d):
+    """NaN and the largest number behind the keys, the queries and the head dim leave the bits as they are."""
+    tensors, descales = draw(2, 130, 200, 4, 2, d)
+    expected = attend(*tensors, causal=True, **descales)
+    for garbage in (0x7F, 0x7E):
+        views = []
+        for x in tensors:
+            b, s, h, width = x.shape
+            big = torch.full((b + 1, s + 150, h + 1, width + 16), garbage, dtype=torch.uint8, device="cuda").view(E4M3)
+            view = big[:b, :s, :h, :width]
+            view.view(torch.uint8).copy_(x.view(torch.uint8))
+            views.append(view)
+        for got, want in zip(attend(*views, causal=True, **descales), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_offsets_beyond_32_bits():
+    rows, d = 400, 64
+    (q, k, v), descales = draw(2, rows, rows, 1, 1, d)
+    storage = torch.full((2, 2**31 // d + rows, 1, d), 0x7F, dtype=torch.uint8, device="cuda").view(E4M3)
+    expected = attend(q, k, v, **descales)[0]
+    for which in range(3):
+        tensors = [q, k, v]
+        view = storage[:, -rows:]  # behind 2^31 elements, its batches 2^31 apart
+        view.view(torch.uint8).copy_(tensors[which].view(torch.uint8))
+        tensors[which] = view
+        assert torch.equal(attend(*tensors, **descales)[0], expected)
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_largest_numbers_and_zeros(d):
+    tensors, _ = draw(2, 100, 300, 4, 2, d)
+    q, k, v = tensors
+    signs = torch.randint(2, k.shape, device="cuda") * 2.0 - 1
+    largest = (
+        torch.full(q.shape, 448.0, device="cuda").to(E4M3),
+        (448 * signs).to(E4M3),
+        torch.full_like(v.float(), 448.0),
+    )
+    out, lse = attend(largest[0], largest[1], largest[2].to(E4M3))  # logits of 10^6 and more
+    # fp32 has no bits left for differences of such logits: P is a number near 256, whose rounding alone shows
+    assert ((out.float() / 448 - 1).abs() <= 2**-4).all() and lse.isfinite().all()
+    zeros = torch.zeros_like(q.float()).to(E4M3)
+    for mask in ({"causal": False}, {"causal": True}):
+        assert_right(attend(zeros, k, v, **mask), zeros, k, v, **mask)
+        assert_right(attend(q, torch.zeros_like(k.float()).to(E4M3), v, **mask), zeros, k, v, **mask)
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_nan_in_a_query_stays_in_its_row(d):
+    (q, k, v), descales = draw(1, 200, 300, 2, 2, d)
+    for causal in (False, True):
+        expected = attend(q, k, v, causal=causal, **descales)
+        bad = q.clone()
+        bad.view(torch.uint8)[0, 100, 1, 3] = 0x7F
+        out, lse = attend(bad, k, v, causal=causal, **descales)
+        assert out[0, 100, 1].isnan().all() and lse[0, 1, 100].isnan()
+        out[0, 100, 1], lse[0, 1, 100] = expected[0][0, 100, 1], expected[1][0, 1, 100]
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+def test_extreme_descales():
+    """A factor of 0 makes all scores equal; a negative or NaN one must not give numbers that look right."""
+    tensors, descales = draw(2, 100, 300, 4, 2, 64)
+    nothing = torch.zeros_like(descales["q_descale"])
+    for mask in ({"causal": False}, {"causal": True}, {"softcap": 5.0, "causal": True}):
+        zero = descales | {"q_descale": nothing}
+        assert_right(attend(*tensors, **mask, **zero), *tensors, **mask, **zero)
+    for bad in (-1.0, torch.nan):
+        assert attend(*tensors, **descales | {"k_descale": torch.full_like(nothing, bad)})[0].isnan().all()
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_v_of_ones_over_a_long_context(d):
+    """The weights sum to 1 whatever the scores are; an accumulator of 13 bits forgets most of 64k keys."""
+    q, k = (torch.randn(1, s, 2, d, device="cuda").to(E4M3) for s in (256, 65_536))
+    v = torch.ones_like(k.float()).to(E4M3)
+    for queries in (q, torch.zeros_like(q.float()).to(E4M3)):  # also with all weights equal
+        assert (attend(queries, k, v)[0].float() - 1).abs().max() <= 0.005
+        print("one level:", attend(queries, k, v, two_level=False)[0].float().mean())
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_a_decoded_row_is_the_row_of_a_prefill(d):
+    """One query after 1000 keys, packed or not, against the last row of all 1000: at most the output's last bit differs."""
+    (q, k, v), descales = draw(2, 1000, 1000, 8, 2, d)
+    out, lse = attend(q, k, v, causal=True, **descales)
+    for pack_gqa in (False, True):
+        row, row_lse = attend(q[:, -1:], k, v, causal=True, pack_gqa=pack_gqa, **descales)
+        torch.testing.assert_close(row.float(), out[:, -1:].float(), rtol=2**-7, atol=1e-4)
+        torch.testing.assert_close(row_lse, lse[:, :, -1:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_repeats_are_bit_equal(d):
+    """A race shows as bits that change from run to run."""
+    for causal in (False, True):
+        (q, k, v), descales = draw(4, 777, 777, 6, 2, d)
+        scale = d**-0.5
+        out, lse = fp8.forward(q, k, v, scale, causal, **descales)
+        for _ in range(200):
+            again = fp8.forward(q, k, v, scale, causal, **descales)
+            assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
+def test_cuda_graph_replays_on_new_inputs():
+    (q, k, v), descales = draw(2, 300, 300, 4, 4, 128)
+    attend(q, k, v, **descales)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = fp8.forward(q, k, v, 128**-0.5, **descales)
+    for _ in range(3):
+        for x in (q, k, v):
+            x.copy_(torch.randn(x.shape, device="cuda").to(E4M3))
+        result[0].fill_(torch.nan)
+        graph.replay()
+        assert_right(result, q, k, v, **descales)

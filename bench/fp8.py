@@ -117,7 +117,7 @@ def questions(keys: int, generator: torch.Generator, d: int = 128):
 
     # one key is the query's own and gets half of all weight; its value, +1 or -1 beside a mean of 1, is to be read
     k = normal(1, keys, 1, d).to(E4M3)
-    spots = torch.randint(keys, (QUERIES,), generator=generator, device="cuda")
+    spots = torch.randperm(keys, generator=generator, device="cuda")[:QUERIES]
     needles = k.float()[:, spots]
     excess = (torch.tensor(float(keys)).log() + 0.5) * d**0.5 / needles.square().sum(-1, keepdim=True)
     codes = torch.randint(2, (1, QUERIES, 1, d), generator=generator, device="cuda") * 2.0 - 1

@@ -329,7 +329,6 @@ def check_sm_margin(sm_margin: int, sms: int) -> None:
 
 def check_descales(q: torch.Tensor, k: torch.Tensor, **descales: torch.Tensor | None) -> None:
     """Raises TypeError or ValueError if a descale that is given is not fp32 (batch, kv_heads) beside float8 tensors."""
-    accepted = (k.shape[0], k.shape[-2])
     for name, x in descales.items():
         if x is None:
             continue
@@ -339,6 +338,7 @@ def check_descales(q: torch.Tensor, k: torch.Tensor, **descales: torch.Tensor | 
             raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is accepted")
         if x.dtype != torch.float32:
             raise TypeError(f"{name} is {x.dtype}; torch.float32 is accepted")
+        accepted = (k.shape[0], k.shape[2])
         if tuple(x.shape) != accepted:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; (batch, kv_heads) = {accepted} is accepted")
         if x.device != q.device:

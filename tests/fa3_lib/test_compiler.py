@@ -78,6 +78,18 @@ def test_the_key_holds_everything_the_machine_code_depends_on(monkeypatch):
     assert len(keys) == 6
 
 
+def test_the_kernel_takes_what_flash_attn_func_hands_over(cache):
+    """Number, types and None of the arguments, as TVM FFI checks them: what it misses here is the device alone."""
+    compiler.forward_kernel(*KEY)
+    kernel = again()  # from disk; one that was just compiled for another machine than this does not check
+    x, lse = torch.zeros(1, 8, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 4, 8)
+    arguments = (x, x, x, x.clone(), lse, None, None, 0.125, 0.0, 16, 16, 132)
+    with pytest.raises(ValueError, match=r"argument #0.*expected device_type=cuda"):
+        kernel(*arguments)
+    with pytest.raises(TypeError, match="12 parameters"):
+        kernel(*arguments, 1)
+
+
 def test_the_key_holds_every_file_that_the_kernel_imports():
     """From forward_sm90.py on: what is left out of the key on purpose must be out of the kernel's reach."""
     package = Path(compiler.__file__).parent

@@ -409,7 +409,7 @@ else:
 # The last but one is easy to forget, and no test of the *output* sees it. LSE is what merges two halves of a context: two FP8 halves, both wrong by 5.5, still merge well; an FP8 half and a bf16 half do not.
 #
 # > **You may read:** *TMA multiplies by a scale on the way into shared memory.*
-# > **What is so:** TMA copies bytes. (hopper_sim refuses a copy between formats, with this sentence.) Scales are applied where a multiplication is anyway.
+# > **What is so:** TMA copies bytes and converts nothing (ask hopper_sim for a copy between two formats, and it says so). Scales are applied where a multiplication is anyway.
 #
 # > **You may read:** *FA3 quantises per block.*
 # > **What is so:** its released kernel takes one descale per (batch, **KV** head), for Q too; there is neither a scale per block nor a rotation in it. Block scales for K would need the row maximum in

@@ -153,11 +153,12 @@ LOAD_COLOURS = {"Q": "#E3B5CE", "K": "#C9C9C9", "V": "#A5A5A5", "O": "#E3B5CE"}
 CHARACTER = 0.0085  # width of a label's character as a fraction of the axes, at the house width
 
 
-def gantt(timeline: Timeline, ax, lanes: Iterable[str] | None = None) -> None:
+def gantt(timeline: Timeline, ax, lanes: Iterable[str] | None = None, width: float | None = None) -> None:
     """Draws lanes as rows of bars on matplotlib axes: one colour per consumer, waiting as a thin grey line.
 
     Args:
         lanes: which, top to bottom; by default the copies, the consumers, and the tensor core between them.
+        width: the time that the axes show from the timeline's start on; all of it by default.
     """
     roles = _consumers(timeline)
     wanted = list(lanes) if lanes is not None else default_lanes(timeline)
@@ -165,12 +166,13 @@ def gantt(timeline: Timeline, ax, lanes: Iterable[str] | None = None) -> None:
     if unknown := [lane for lane in wanted if lane not in known]:
         raise ValueError(f"no lane is called {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     start, end = timeline.span
+    width = width or end - start
     for row, lane in enumerate(wanted):
         for e in _merged([e for e in timeline.events if e.lane == lane]):
             length, text = e.end - e.start, _words(e)
             height, colour = (0.16, WAIT_COLOUR) if e.kind == "wait" else (0.78, _colour(e, roles))
             ax.barh(row, length, left=e.start, height=height, color=colour, edgecolor="white", linewidth=0.5)
-            if length > (end - start) * CHARACTER * (len(text) + 1):
+            if length > width * CHARACTER * (len(text) + 1):
                 ink = "#666666" if e.kind == "wait" else "white" if _luminance(colour) < 0.5 else "black"
                 at = row - 0.24 if e.kind == "wait" else row
                 ax.text(e.start + length / 2, at, text, ha="center", va="center", fontsize=8.5, color=ink)
@@ -180,7 +182,7 @@ def gantt(timeline: Timeline, ax, lanes: Iterable[str] | None = None) -> None:
             tick.set_color(CONSUMER_COLOURS[roles.index(lane) % len(CONSUMER_COLOURS)][2])
             tick.set_fontweight("bold")
     ax.set_ylim(len(wanted) - 0.45, -0.55)
-    ax.set_xlim(start, end)
+    ax.set_xlim(start, start + width)
     ax.grid(axis="y", visible=False)
 
 
@@ -223,9 +225,10 @@ def beside(timelines: Mapping[str, Timeline]):
     fig, axes = plt.subplots(
         len(parts), 1, figsize=(plots.WIDTH, 0.7 * len(parts) + 0.4 * sum(rows)), height_ratios=rows, squeeze=False
     )
+    longest = max(part.span[1] for part in parts.values())
     for ax, (title, part) in zip(axes[:, 0], parts.items(), strict=True):
-        gantt(part, ax)
-        ax.set_xlim(0, max(part.span[1] for part in parts.values()))
+        gantt(part, ax, width=longest)
+        ax.set_xlim(0, longest)
         ax.set_title(title)
     units = {part.unit for part in parts.values()}
     ax.set_xlabel(f"time in {' or '.join('cycles of the SM clock' if u == 'cycles' else 'nanoseconds' for u in units)}")

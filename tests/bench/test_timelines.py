@@ -105,7 +105,22 @@ def test_stamps_change_nothing_else_in_the_machine_code(number, head_dim):
     )
     assert stamped.problems() == []
     assert stamped.registers == plain.registers and stamped.smem == plain.smem
-    same = ("HGMMA", "MUFU.EX2", "UTMALDG", "UTMASTG", "BAR", "SYNCS", "FMNMX", "USETMAXREG", "BRA", "WARPGROUP")
+    same = (
+        "HGMMA",
+        "MUFU.EX2",
+        "FFMA",
+        "FADD",
+        "FMUL",
+        "F2FP",
+        "UTMALDG",
+        "UTMASTG",
+        "BAR",
+        "SYNCS",
+        "FMNMX",
+        "USETMAXREG",
+        "BRA",
+        "WARPGROUP",
+    )
     assert {op: stamped.count(op) for op in same} == {op: plain.count(op) for op in same}
     assert stamped.count("STG") >= plain.count("STG") + 18  # the marks of two loop bodies and of the load warp
     text = (timelines.results.ROOT / timelines.FILES[number]).read_text(encoding="utf-8")
@@ -130,8 +145,9 @@ def test_on_the_card(number, head_dim):
         mine = [e.name for e in found.events if e.lane == "tensor core" and e.role == role]
         assert min(mine.count("QK"), mine.count("PV")) >= timelines.BLOCKS - 2
         assert any(e.name == "softmax" for e in found.events if e.lane == role)
-        assert (number == "5") or any(e.name == "turn" for e in found.events if e.lane == role)
     assert len(json.dumps(found.as_dict())) < 30_000
+    if (number, head_dim) == ("6", 128):  # the softmax is shorter than the other's turn, so somebody waits for his own
+        assert any(e.name == "turn" for e in found.events)
     if number == "6":  # whole turns: PV and QK of one consumer, then of the next
         gemms = sorted((e for e in found.events if e.lane == "tensor core"), key=lambda e: e.start)
         changes = sum(a.role != b.role for a, b in itertools.pairwise(gemms))

@@ -749,43 +749,114 @@ plt.show()
 
 # %% [markdown]
 # At short lengths, what FP8 saves is spent before the kernel begins. That is why the paper wants it fused into whatever writes Q and K (the rotary embedding), and why V is best turned by whoever writes
-# the cache. Measured rows, where a run of `python -m bench.quantize` and `python -m bench.fp8` is stored:
+# the cache. Measured, 16k tokens of hidden size 2048, where a run of `python -m bench.quantize` is stored:
 
 
 # %%
-def newest(name, folder=results.RESULTS):
-    """The newest stored run of `python -m bench.NAME`, None where there is none."""
-    files = [*folder.glob(f"{name}_*.json"), *folder.glob(f"{results.EXPERIMENTS}{name}_*.json")]
-    runs = [run for file in files if (run := results.read(file)).gpu]
-    return max(runs, key=lambda run: run.date, default=None)
-
-
-def show(name, what, value, folder=results.RESULTS, most=8):
-    """A stored run as a table, kernels down and shapes across; of more than `most` shapes, the longest sequences."""
-    run = newest(name, folder)
-    found = {(row.kernel, row.shape): row for row in run.rows if row.measured and value(row) is not None} if run else {}
-    if not found:
-        print(f"{what}: no row stored yet; `python -m bench.{name}` on a Hopper stores some")
+def show_quantize(run):
+    """Microseconds of each operation, by head dim; "copy" is what the card's memory allows for 4 bytes per element."""
+    if run is None:
+        print("no row stored yet: `python -m bench.quantize` on a Hopper stores some")
         return
-    if len({shape for _, shape in found}) > most:
-        longest = max(row.seqlen or 0 for row in found.values())
-        found = {at: row for at, row in found.items() if row.seqlen in (None, longest)}
-    kernels, shapes = (list(dict.fromkeys(at[i] for at in found)) for i in (0, 1))
-    text = {at: f"{value(row):,.4g}" for at, row in found.items()}
-    print(f"{what}; {run.gpu}, {run.date[:10]}, `{run.command}`")
-    table(["", *shapes], [[kernel, *(text.get((kernel, shape), "") for shape in shapes)] for kernel in kernels])
+    rows = [row for row in run.rows if row.measured]
+    dims, names = sorted({row.head_dim for row in rows}), list(dict.fromkeys(row.kernel for row in rows))
+    text = {(row.kernel, row.head_dim): f"{1e3 * row.ms:.0f}" for row in rows}
+    print(f"microseconds; {run.gpu}, {run.date[:10]}")
+    table(["", *(f"d {d}" for d in dims)], [[name, *(text.get((name, d), "") for d in dims)] for name in names])
 
 
-show("quantize", "microseconds", lambda row: 1e3 * row.ms)
+show_quantize(results.experiments("quantize"))
 
 # %% [markdown]
 # ### The two tables of this chapter
 #
-# **Error** against fp64, and **speed**, for the library's FP8 forward:
+# `python -m bench.fp8` asks the library's FP8 forward, and FA3's, on one card in one run. First the **errors**, against context length: V = 1 everywhere (sitting a's first number), V with a mean as real models have it, and a needle whose value
+# is to be read, bit by bit. Then the paper's table 3, on the card.
 
 # %%
-show("fp8", "error", lambda row: row.error)
-show("fp8", "TFLOP/s", lambda row: row.tflops)
+PAPER = {
+    "one scale per tensor": 2.4e-2,
+    "one scale per tensor, rotated": 9.3e-3,
+}  # arXiv:2407.08608, table 3 and its ablations
+ANSWERS = {
+    "fa3": ("FA3 (C++)", plots.RED),
+    "fa3_lib one level": ("fa3_lib, one level", plots.ORANGE),
+    "fa3_lib": ("fa3_lib", plots.BLUE),
+}
+
+
+def show_errors(run):
+    """A figure with one line per answer for each question, and table 3."""
+    if run is None:
+        print("no row stored yet: `python -m bench.fp8` on a Hopper stores some")
+        return
+    found = {}
+    for row in run.rows:
+        if row.measured and row.error is not None:
+            question, _, who = row.kernel.partition(": ")
+            found.setdefault(question, {}).setdefault(who, []).append(row)
+    third = found.pop("table 3", {})
+    fig, axes = plots.figure(len(found), height=3)
+    for ax, (question, answers) in zip(axes, found.items(), strict=True):
+        for who, rows in answers.items():
+            label, colour = ANSWERS.get(who, (who, plots.GREY))
+            ax.plot([row.seqlen for row in rows], [100 * row.error for row in rows], "o-", color=colour, label=label)
+        plots.powers_of_two(ax, sorted({row.seqlen for rows in answers.values() for row in rows})[::2])
+        ax.set_yscale("symlog", linthresh=0.1)
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.set_ylim(0, 150)
+        ax.set(xlabel="keys", title=question)
+        ax.title.set_fontsize(10)
+    axes[0].set_ylabel("error, %")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    plt.show()
+    print(
+        f"{run.gpu}, {run.date[:10]}, `{run.command}`; table 3: root mean square errors, {next((r[0].shape for r in third.values()), '')}"
+    )
+    table(["", "paper", "fa3_lib"], [[who, PAPER.get(who, ""), f"{rows[0].error:.1e}"] for who, rows in third.items()])
+
+
+show_errors(results.experiments("fp8error"))
+
+# %% [markdown]
+# Then the **speed**: the whole call with V's turn in it, the kernel alone, one level for comparison, and FA3.
+
+# %%
+CALLS = {
+    "fa3": ("FA3 (C++), one level", plots.GREY),
+    "fa3_lib one level": ("fa3_lib, one level", plots.SKY),
+    "fa3_lib": ("fa3_lib, two levels, the whole call", plots.BLUE),
+    "fa3_lib kernel": ("fa3_lib, two levels, the kernel", plots.GREEN),
+}
+
+
+def show_speeds(run):
+    """TFLOP/s at the longest sequences as bars, and the share of the call that turns V, by length."""
+    if run is None:
+        print("no row stored yet: `python -m bench.fp8` on a Hopper stores some")
+        return
+    rows = {(row.kernel, row.head_dim, row.causal, row.seqlen): row for row in run.rows if row.measured}
+    dims, lengths = ({at[i] for at in rows if at[0] == "fa3_lib"} for i in (1, 3))
+    shapes = [(d, causal, max(lengths)) for d in sorted(dims) for causal in (False, True)]
+    names = [f"d {d}, {'causal' if causal else 'full'}" for d, causal, _ in shapes]
+    speed = {name: [rows[name, *at].tflops if (name, *at) in rows else np.nan for at in shapes] for name in CALLS}
+    _, (ax,) = plots.figure(height=4.2)
+    plots.grouped_bars(ax, names, [(CALLS[name][0], values, CALLS[name][1]) for name, values in speed.items()])
+    ax.set(xlabel="TFLOP/s", title=f"FP8, {max(lengths) // 1024}k, {run.gpu}, {run.date[:10]}")
+    plt.show()
+
+    def share(d, n):
+        turn, call = (rows.get((name, d, False, n)) for name in ("transpose_v", "fa3_lib"))
+        return f"{100 * turn.ms / call.ms:.1f} %" if turn and call else ""
+
+    print("V's turn, share of the whole call, full:")
+    table(
+        ["tokens", *(f"d {d}" for d in sorted(dims))],
+        [[n, *(share(d, n) for d in sorted(dims))] for n in sorted(lengths)],
+    )
+
+
+show_speeds(results.experiments("fp8"))
 
 # %% [markdown]
 # ## 12. Three questions

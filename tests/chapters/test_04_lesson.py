@@ -85,28 +85,72 @@ def test_turned_inside_and_before_are_the_same_bits(lesson):
     assert np.array_equal(before.lse.numpy(), inside.lse.numpy()) and inside.v.shape == (1, 2048, 1, 128)
 
 
-def stored_run(rows):
-    return results.Run(
-        date="2026-01-02T03:04:05Z", command="python -m bench.fp8", gpu="a card", finished=True, rows=tuple(rows)
-    )
+SHAPE = {"direction": "fwd", "dtype": "fp8", "batch": 1, "heads": 16, "ms": 2.0}
 
 
-def test_tables_show_the_newest_stored_rows(tmp_path):
-    shown, said = [], []
+def stored_run(rows, **changes):
+    run = {"date": "2026-01-02T03:04:05Z", "command": "python -m bench.fp8", "gpu": "a card", "finished": True}
+    return results.Run(**{**run, **changes}, rows=tuple(rows))
+
+
+def shown_by(part, function, run):
+    """(tables, printed lines) of one of the lesson's functions that show a stored run."""
+    tables, said = [], []
     names = names_of(
-        "def newest", display=lambda x: shown.append(x.data), print=lambda *x: said.append(" ".join(map(str, x)))
+        part,
+        display=lambda x: tables.append(x.data),
+        print=lambda *x: said.append(" ".join(map(str, x))),
+        results=mock.Mock(experiments=lambda _: None),
     )
-    show = names["show"]
-    shape = {"direction": "fwd", "dtype": "fp8", "head_dim": 128, "causal": False, "batch": 1, "heads": 16, "ms": 2.0}
-    show("fp8", "error", lambda row: row.error, tmp_path)
-    assert "error: no row stored yet" in said[-1] and not shown
-    rows = [results.Row("fa3_lib", seqlen=n, tflops=100.0 + n, error=0.01, **shape) for n in (1024, 2048)]
-    results.write(tmp_path / "fp8_card.json", stored_run(rows))
-    show("fp8", "TFLOP/s", lambda row: row.tflops, tmp_path)
-    assert "1,124" in shown[-1] and "2,148" in shown[-1] and "a card" in said[-1]
-    show("fp8", "TFLOP/s", lambda row: row.tflops, tmp_path, most=1)
-    assert "1,124" not in shown[-1] and "2,148" in shown[-1]
-    newer = results.Run(**{**vars(stored_run(rows[:1])), "date": "2026-02-02T03:04:05Z"})
-    results.write(tmp_path / "experiments_fp8_card.json", newer)
-    show("fp8", "error", lambda row: row.error, tmp_path)
-    assert shown[-1].count("fa3_lib") == 1 and shown[-1].count("0.01") == 1
+    said.clear()
+    names[function](run)
+    return tables, said
+
+
+@pytest.mark.parametrize("what", ("quantize", "errors", "speeds"))
+def test_nothing_stored_is_said(what):
+    tables, said = shown_by(f"def show_{what}", f"show_{what}", None)
+    assert not tables and len(said) == 1 and said[0].startswith("no row stored yet: `python -m bench.")
+
+
+def test_stored_quantisation_is_shown():
+    rows = [
+        results.Row(name, head_dim=d, causal=False, seqlen=512, **{**SHAPE, "ms": ms})
+        for name, d, ms in (("copy", 64, 0.02), ("copy", 128, 0.03), ("quantize: head, rotated", 128, 0.045))
+    ]
+    (table,), said = shown_by("def show_quantize", "show_quantize", stored_run(rows))
+    assert "| copy | 20 | 30 |" in table and "| quantize: head, rotated |  | 45 |" in table and "a card" in said[0]
+
+
+def test_stored_errors_are_shown():
+    """Rows in the form of `bench.fp8`: "question: who"."""
+    rows = [
+        results.Row(f"{question}: {who}", head_dim=128, causal=False, seqlen=keys, error=0.25, **SHAPE)
+        for question in ("V = 1", "V = 1, equal scores", "V has a mean", "needle")
+        for who in ("fa3_lib", "fa3_lib one level", "fa3")
+        for keys in (1024, 4096, 16384, 65536, 262144)
+    ]
+    third = [
+        results.Row(f"table 3: {name}", head_dim=128, causal=False, seqlen=4096, error=error, **SHAPE)
+        for name, error in (("one scale per tensor", 0.0213), ("one scale per head, rotated", 0.0087))
+    ]
+    (table,), said = shown_by("def show_errors", "show_errors", stored_run(rows + third))
+    assert (
+        "| one scale per tensor | 0.024 | 2.1e-02 |" in table
+        and "| one scale per head, rotated |  | 8.7e-03 |" in table
+    )
+    assert "a card" in said[-1]
+
+
+def test_stored_speeds_are_shown():
+    rows = [
+        results.Row(name, head_dim=d, causal=causal, seqlen=n, tflops=500.0, **{**SHAPE, "ms": ms})
+        for name, ms in (("fa3", 2.0), ("fa3_lib", 2.0), ("fa3_lib kernel", 1.9), ("transpose_v", 0.1))
+        for d in (64, 128)
+        for causal in (False, True)
+        for n in (1024, 16384)
+    ]
+    (table,), _ = shown_by(
+        "def show_speeds", "show_speeds", stored_run([*rows, results.Row("cublas", "gemm", "fp8", seqlen=8192, ms=1.0)])
+    )
+    assert "| 1024 | 5.0 % | 5.0 % |" in table and "| 16384 |" in table

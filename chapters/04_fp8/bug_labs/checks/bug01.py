@@ -39,7 +39,7 @@ def compare(t, p, v, transpose_v):
 
 
 def sizes(t):
-    return 32 * int(t.rng.integers(1, 5)), int(t.rng.integers(1, 9))
+    return 32 * int(t.rng.integers(2, 6)), int(t.rng.integers(1, 9))
 
 
 def test_ones(t, transpose_v):

@@ -1,4 +1,5 @@
-"""FP8 attention behind `flash_attn_func`: checks, plan and launch; on CPU tensors the kernel's roundings in PyTorch."""
+"""FP8 attention behind `flash_attn_func`, which checks its arguments but for q, k and v: plan and launch; on CPU tensors the
+kernel's roundings in PyTorch."""
 
 import functools
 import math
@@ -59,9 +60,9 @@ def forward(
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: as `flash_attn_func`.
     """
+    facts = interface._facts
     plan = _plan(
-        *interface._facts(q), *interface._facts(k), *interface._facts(v), *map(_descale_facts, (q_descale, k_descale, v_descale)),
-        causal, left, right, softcap > 0.0, None if sinks is None else interface._facts(sinks),
+        *facts(q), *facts(k), *facts(v), causal, left, right, softcap > 0.0, None if sinks is None else facts(sinks),
         pack_gqa, sm_margin, two_level, transposed,
     )  # fmt: skip
     config, device = plan.config, q.device
@@ -101,6 +102,38 @@ def forward(
     return out, lse
 
 
+# what torch.compile (and fake or wrapped tensors) come through
+@torch.library.custom_op("fa3_lib::flash_attn_fp8_fwd", mutates_args=())
+def _operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    pack_gqa: bool | None,
+    sm_margin: int,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    two_level: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return forward(
+        q, k, v, softmax_scale, causal, left, right, softcap, sinks, pack_gqa, sm_margin,
+        q_descale, k_descale, v_descale, two_level,
+    )  # fmt: skip
+
+
+@_operator.register_fake
+def _operator_fake(q, k, v, *arguments):
+    batch, seqlen_q, heads, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[-1]), dtype=OUT_DTYPE)
+    return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
 class _Plan(NamedTuple):
     """What a call needs and what depends on shapes, strides, dtypes, devices and masks alone."""
 
@@ -119,13 +152,11 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(*key) -> _Plan:
     *tensors, causal, left, right, softcap, sinks, pack_gqa, sm_margin, two_level, transposed = key
-    *tensors, q_descale, k_descale, v_descale = tensors
     check_tensors(*tensors, transposed)
     q_shape, q_stride, _, device, k_shape, k_stride, _, _, v_shape, _, _, _ = tensors
     batch, seqlen_q, heads, head_dim = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
     head_dim_v = v_shape[2] if transposed else v_shape[3]
-    check_descales((batch, kv_heads), device, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     convert_sinks = False
     if sinks is not None:
         shape, stride, dtype, sinks_device = sinks
@@ -162,10 +193,6 @@ def _plan(*key) -> _Plan:
         strides=strides,
         convert_sinks=convert_sinks,
     )
-
-
-def _descale_facts(x: torch.Tensor | None) -> tuple | None:
-    return None if x is None else (x.shape, x.dtype, x.device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,20 +260,6 @@ def check_tensors(
             )
     if transposed and tuple(v_stride) != tuple(torch.empty(v_shape, device="meta").stride()):
         raise ValueError(f"v has strides {v_stride}; a transposed v must be contiguous, as transpose_v makes it")
-
-
-def check_descales(shape: tuple[int, int], device: torch.device, **facts) -> None:
-    """Raises TypeError or ValueError if a descale of these (shape, dtype, device) is not fp32 (batch, kv_heads) on `device`."""
-    for name, given in facts.items():
-        if given is None:
-            continue
-        given_shape, dtype, given_device = given
-        if dtype != torch.float32:
-            raise TypeError(f"{name} is {dtype}; torch.float32 is accepted")
-        if tuple(given_shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(given_shape)}; (batch, kv_heads) = {shape} is accepted")
-        if given_device != device:
-            raise ValueError(f"{name} is on {given_device}, q on {device}; one device is accepted")
 
 
 def tma_strides(name: str, shape, stride) -> tuple[int, ...] | None:

@@ -39,19 +39,24 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     sinks: torch.Tensor | None = None,
+    two_level: bool = True,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * Q K^T) V, forward only.
 
     On an H100 or H200 this is one warp-specialised kernel; on CPU tensors the same algorithm in PyTorch, to learn and
-    test with. Argument names, order, layouts and return values are those of FlashAttention-3's `flash_attn_func`; `sinks` is
-    ours.
+    test with. Argument names, order, layouts and return values are those of FlashAttention-3's `flash_attn_func`; `sinks` and
+    `two_level` are ours.
 
     Args:
-        q: `(batch, seqlen_q, heads, head_dim)`, fp16 or bf16; the last dim contiguous, head_dim a multiple of 8 up to 256.
+        q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16 or float8_e4m3fn; the last dim contiguous, head_dim a multiple of 8
+            (of 8 bits: 16) up to 256.
         k: `(batch, seqlen_k, kv_heads, head_dim)`; heads is a multiple of kv_heads (MHA, GQA, MQA).
-        v: `(batch, seqlen_k, kv_heads, head_dim_v)`; head_dim_v a multiple of 8 up to 256.
+        v: `(batch, seqlen_k, kv_heads, head_dim_v)`; head_dim_v a multiple of 8 (of 8 bits: 16) up to 256. All three of one dtype.
         softmax_scale: positive factor on the scores; `head_dim ** -0.5` when None.
         causal: query i sees the keys `j <= i + seqlen_k - seqlen_q` (the last query is aligned with the last key).
+        q_descale, k_descale, v_descale: `(batch, kv_heads)` fp32, any strides, with float8 tensors only: what the numbers of a batch
+            entry and KV head (for q: of the query heads that read it) are multiplied by; at least 0; 1 when None.
+            `fa3_lib.quantize` makes them.
         window_size: `(left, right)`: query i sees the keys from `i + seqlen_k - seqlen_q - left` to
             `i + seqlen_k - seqlen_q + right`, both included; -1 or None is an unlimited side. `causal` makes right 0.
         softcap: if positive, scores become `softcap * tanh(score / softcap)` before the mask.
@@ -65,10 +70,12 @@ def flash_attn_func(
         sinks: `(heads,)`, any float dtype: per query head one further logit (natural units, not scaled; finite or -inf) that
             belongs to no key: it enlarges the sum that the exponentials are divided by (gpt-oss; `learnable_sink` of
             FlashAttention-4, `s_aux` of vLLM).
+        two_level: of float8 tensors alone: sums over keys are kept in fp32. False leaves them in the tensor core's accumulator, as
+            FlashAttention-3 does: of about 13 bits, it stops growing over long contexts (V = 1 gives 0.3 at 64k keys).
 
     Returns:
-        out `(batch, seqlen_q, heads, head_dim_v)` in q's dtype, exactly 0 in rows that see no key. With `return_attn_probs`,
-        `(out, lse)`; lse `(batch, heads, seqlen_q)` fp32, natural log, scale included, -inf in such rows. With sinks the LSE
+        out `(batch, seqlen_q, heads, head_dim_v)` in q's dtype (bf16 for float8), exactly 0 in rows that see no key. With
+        `return_attn_probs`, `(out, lse)`; lse `(batch, heads, seqlen_q)` fp32, natural log, scale included, -inf in such rows. With sinks the LSE
         includes the sink, and is the sink in such rows.
 
     Raises:
@@ -96,11 +103,19 @@ def flash_attn_func(
     left, right = (-1, -1) if window_size == (-1, -1) else window_sides(window_size)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         check_descales(q, k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    if q.dtype in FP8_DTYPES:
-        _refuse_dtypes(q.dtype, k.dtype, v.dtype)
-
     arguments = (float(softmax_scale), bool(causal), left, right, float(softcap), sinks, pack_gqa, sm_margin)
-    if torch.compiler.is_compiling() or not (type(q) is type(k) is type(v) is torch.Tensor):
+    eager = not torch.compiler.is_compiling() and type(q) is type(k) is type(v) is torch.Tensor
+    if q.dtype in FP8_DTYPES:
+        from fa3_lib import fp8
+
+        arguments += (q_descale, k_descale, v_descale, two_level)
+        if eager:
+            out, lse = fp8.forward(q, k, v, *arguments, return_attn_probs)
+        else:
+            out, lse = torch.ops.fa3_lib.flash_attn_fp8_fwd(q, k, v, *arguments)
+    elif not two_level:
+        raise ValueError(f"two_level=False is given and q is {q.dtype}, whose sums are fp32: pass True")
+    elif not eager:
         check_tensors(*_facts(q), *_facts(k), *_facts(v))
         if sinks is not None:
             check_sinks(sinks.shape, sinks.dtype, sinks.device, q.shape[2], q.device)

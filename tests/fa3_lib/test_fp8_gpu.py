@@ -1,9 +1,11 @@
 """The FP8 kernel on a Hopper against the fp64 truth of the numbers that its operands stand for."""
 
+import functools
+
 import pytest
 import torch
 
-from fa3_lib import fp8
+from fa3_lib import flash_attn_func, fp8
 from fa3_lib.fp8_config import HEAD_DIMS
 from fa3_lib.quantize import transpose_v
 from tests.fa3_lib import fp8_truth
@@ -89,6 +91,9 @@ def test_strided_views_a_transposed_v_and_no_lse_give_the_same_bits():
         assert torch.equal(got, want)
     got, none = attend(q, k, v, causal=True, with_lse=False, **descales)
     assert torch.equal(got, out) and none is None
+    public = functools.partial(flash_attn_func, causal=True)
+    for call in (public, torch.compile(public, fullgraph=True)):
+        assert torch.equal(call(q, k, v, **descales), out)
 
 
 @pytest.mark.parametrize("d", (64, 80, 128, 256))

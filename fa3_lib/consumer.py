@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.cute.nvgpu as nvgpu
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from fa3_lib import softmax
@@ -25,7 +25,7 @@ WARP = 32
 class NamedBarrier(enum.IntEnum):
     """Hardware barriers 1..15 of a CTA; 0 belongs to sync_threads()."""
 
-    EPILOGUE = 1  # + consumer: the warps of one consumer, around its output tile
+    GROUP = 1  # + consumer: the warps of one consumer, for a vote and around its output tile
     TURN = 4  # + consumer: it may issue its GEMMs (the consumer waits, the one before it arrives)
 
 
@@ -38,7 +38,8 @@ class Scores:
 
     def __init__(self, config: ForwardConfig, seqlen_q, seqlen_k, scale_log2, factor, left, right):
         self.config, self.seqlen_q, self.seqlen_k = config, seqlen_q, seqlen_k
-        self.scale_log2, self.factor, self.left, self.right = scale_log2, factor, left, right
+        self.scale_log2, self.factor = scale_log2, factor
+        self.left, self.right = (left, right) if config.window else (None, Int32(0))
 
     def key_range(self, m_block: Int32):
         """(first, end) of the key blocks that a tile reads."""
@@ -64,9 +65,8 @@ class Scores:
             softmax.cap(acc_S, factor)
         if const_expr(masked):
             position = self.seqlen_k - self.seqlen_q
-            left = self.left if const_expr(cfg.window) else None
-            right = self.right if const_expr(cfg.window) else Int32(0) if const_expr(cfg.causal) else None
-            softmax.mask(acc_S, thread, first_row, first_col, self.seqlen_k, position, left, right, cfg.pack_gqa)
+            right = self.right if const_expr(cfg.causal or cfg.window) else None
+            softmax.mask(acc_S, thread, first_row, first_col, self.seqlen_k, position, self.left, right, cfg.pack_gqa)
 
 
 class Consumer:
@@ -92,6 +92,8 @@ class Consumer:
     ):
         self.config, self.dtype, self.walk, self.scores, self.consumer = config, dtype, walk, scores, consumer
         self.Q, self.K, self.V, self.sO, self.descales = Q, K, V, sO, descales
+        # of one thread's weights in one block: far from the end of P's type, far above what most rows ever reach
+        self.largest_sum = 2.0**14 if dtype is cutlass.Float16 else 2.0**40
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.mma_qk, self.mma_qk_first, self.mma_pv = (
             make_mma_qk(config, dtype, True),
@@ -162,12 +164,10 @@ class Consumer:
         acc_O = cute.make_rmem_tensor(self.mma_pv.partition_shape_C((WGMMA_M, cfg.head_dim_v)), Float32)
         row_max = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
         row_sum = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
-        shrink = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
         acc_O.fill(0.0)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        shrink.fill(1.0)
-        state = (acc_S, tOrP, acc_O, row_max, row_sum, shrink)
+        state = (acc_S, tOrP, acc_O, row_max, row_sum)
 
         if n_blocks > 0:
             # block 0: S, and its softmax, with nothing of this tile to overlap with
@@ -184,17 +184,19 @@ class Consumer:
             if const_expr(cfg.window):
                 n_right = cutlass.min(n_right, n_blocks)
                 n_full = cutlass.max(cutlass.min(end - first_unmasked, n_blocks), n_right)
+            n_right, n_full = cute.arch.make_warp_uniform(n_right), cute.arch.make_warp_uniform(n_full)
             for j in cutlass.range(1, n_right, unroll=1):
-                self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor, masked=True)
+                self.start_pair(state, done + j)
+                self.finish_with_max(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor)
             for j in cutlass.range(n_right, n_full, unroll=1):
-                self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor, masked=False)
+                self.start_pair(state, done + j)
+                self.finish_without_max(state, done + j, scale_log2, factor)
             if const_expr(cfg.window):
                 for j in cutlass.range(n_full, n_blocks, unroll=1):
-                    self.pair(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor, masked=True)
+                    self.start_pair(state, done + j)
+                    self.finish_with_max(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor)
 
             self.release_q(taken)
-            if const_expr(self.rescales_late):
-                softmax.scale_rows(acc_O, shrink)
             self.issue_pv(tOrP, acc_O, done + n_blocks - 1)
             warpgroup.wait_group(0)
             self.V.release(done + n_blocks - 1)
@@ -203,41 +205,77 @@ class Consumer:
         return acc_O, row_max, row_sum
 
     @cute.jit
-    def pair(self, state, block, first_row, first_col, scale_log2, factor, masked: cutlass.Constexpr):
-        """In this consumer's turn: starts S = Q K^T of `block` and O += P V of the block before; then, under the latter,
-        the softmax of `block`."""
-        acc_S, tOrP, acc_O, row_max, row_sum, shrink = state
+    def start_pair(self, state, block):
+        """In this consumer's turn: starts S = Q K^T of `block` and O += P V of the block before; returns when S is there."""
+        acc_S, tOrP, acc_O, _, _ = state
         if const_expr(self.config.ping_pong):
             cute.arch.barrier(barrier_id=NamedBarrier.TURN + self.consumer, number_of_threads=2 * WARPGROUP)
         self.issue_qk(acc_S, block)
-        if const_expr(self.rescales_late):
-            softmax.scale_rows(acc_O, shrink)
         self.issue_pv(tOrP, acc_O, block - 1)
         if const_expr(self.config.ping_pong):
             self.pass_turn(self.consumer)
         warpgroup.wait_group(1)
-        self.K.release(block)
 
-        self.scores.prepare(acc_S, factor, self.thread, first_row, first_col, masked)
-        new_shrink = softmax.step(acc_S, row_max, row_sum, scale_log2, masked)
+    @cute.jit
+    def finish_with_max(self, state, block, first_row, first_col, scale_log2, factor):
+        """The softmax of a block that needs the mask, as the paper has it: maximum, weights, O rescaled."""
+        acc_S, tOrP, acc_O, row_max, row_sum = state
+        self.K.release(block)
+        self.scores.prepare(acc_S, factor, self.thread, first_row, first_col, masked=True)
+        shrink = softmax.step(acc_S, row_max, row_sum, scale_log2, may_be_empty=True)
         warpgroup.wait_group(0)
         self.V.release(block - 1)
         softmax.to_operand(acc_S, tOrP)
-        if const_expr(self.rescales_late):
-            for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
-                shrink[r] = new_shrink[r]
-        else:
-            softmax.scale_rows(acc_O, new_shrink)
+        softmax.scale_rows(acc_O, shrink)
 
-    @property
-    def rescales_late(self) -> bool:
-        """Whether O shrinks only before its next product, under the S that has just been started."""
-        return self.config.head_dim_v > 128
+    @cute.jit
+    def finish_without_max(self, state, block, scale_log2, factor):
+        """The softmax of a block that every row sees, with the maximum of the blocks before it.
+
+        Any number near the maximum serves as well: it cancels, and weights above 1 are as exact as those below. So neither
+        maximum nor rescaling is on the way, as long as no weight grows too large. Where one does, S is computed once more,
+        and the rows concerned get their maximum; a row's bits depend on that row alone.
+        """
+        acc_S, tOrP, acc_O, row_max, row_sum = state
+        self.scores.prepare(acc_S, factor, self.thread, 0, 0, masked=False)
+        block_sum = softmax.weights(acc_S, row_max, scale_log2)
+        # it needs every weight, so that none is computed later: the products would wait for it
+        too_large = self.any_thread(not (block_sum[0] < self.largest_sum and block_sum[1] < self.largest_sum))
+        warpgroup.wait_group(0)
+        self.V.release(block - 1)
+        if too_large:
+            self.issue_qk(acc_S, block)
+            warpgroup.wait_group(0)
+            self.scores.prepare(acc_S, factor, self.thread, 0, 0, masked=False)
+            shrink = softmax.raise_max(acc_S, row_max, block_sum, self.largest_sum, scale_log2)
+            softmax.scale_rows(acc_O, shrink)
+            new_sum = softmax.weights(acc_S, row_max, scale_log2)
+            for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
+                row_sum[r] = row_sum[r] * shrink[r]
+                block_sum[r] = new_sum[r]
+        self.K.release(block)
+        for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
+            row_sum[r] = row_sum[r] + block_sum[r]
+        softmax.to_operand(acc_S, tOrP)
+
+    @cute.jit
+    def any_thread(self, condition) -> cutlass.Boolean:
+        """Whether `condition` holds in any thread of this consumer."""
+        found = cute.arch.inline_ptx(
+            "{ .reg .pred p, q; setp.ne.u32 p, {$r0}, 0; barrier.cta.red.or.pred q, {$r1}, 128, p; selp.u32 {$w0}, 1, 0, q; }",
+            write_only_types=[Uint32],
+            read_only_args=[Uint32(1) if condition else Uint32(0), Uint32(NamedBarrier.GROUP + self.consumer)],
+        )
+        return found != 0
+
+    def uniform(self, stage: Int32) -> Int32:
+        """In a uniform register, where WGMMA's descriptors are computed; at d256 that costs one register more than there is."""
+        return cute.arch.make_warp_uniform(stage) if self.config.head_dim_v <= 128 else stage
 
     @cute.jit
     def issue_qk(self, acc_S, block):
         self.K.wait(block)
-        stage = cute.arch.make_warp_uniform(self.K.stage(block))
+        stage = self.uniform(self.K.stage(block))
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.tSrQ, mode=[2])):
             mma = self.mma_qk_first if const_expr(k == 0) else self.mma_qk
@@ -247,7 +285,7 @@ class Consumer:
     @cute.jit
     def issue_pv(self, tOrP, acc_O, block):
         self.V.wait(block)
-        stage = cute.arch.make_warp_uniform(self.V.stage(block))
+        stage = self.uniform(self.V.stage(block))
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
             cute.gemm(self.mma_pv, acc_O, tOrP[None, None, k], self.tOrV[None, None, k, stage], acc_O)
@@ -279,7 +317,7 @@ class Consumer:
     def store_output(self, tma_O, acc_O, gO, taken):
         """fp32 registers -> 16 bit -> stmatrix -> the consumer's 64 rows of shared memory -> TMA store."""
         own_output = self.config.own_output
-        barrier = NamedBarrier.EPILOGUE + self.consumer
+        barrier = NamedBarrier.GROUP + self.consumer
         out_type = self.sO.element_type
         rO = cute.make_rmem_tensor_like(acc_O, out_type)
         rO.store(acc_O.load().to(out_type))

@@ -118,6 +118,45 @@ def step(
 
 
 @cute.jit
+def weights(acc_S: cute.Tensor, row_max: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
+    """acc_S becomes P = exp2((S - row_max) * scale_log2) with the row_max of earlier blocks; returns this thread's sums of P."""
+    scores = by_rows(acc_S)
+    block_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        max_scaled = row_max[r] * scale_log2
+        sums = [Float32(0.0)] * CHAINS
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            scores[r, c] = cute.math.exp2(scores[r, c] * scale_log2 - max_scaled, fastmath=True)
+            sums[c % CHAINS] = sums[c % CHAINS] + scores[r, c]
+        block_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+    return block_sum
+
+
+@cute.jit
+def raise_max(
+    acc_S: cute.Tensor, row_max: cute.Tensor, block_sum: cute.Tensor, limit: cutlass.Constexpr, scale_log2: Float32
+) -> cute.Tensor:
+    """Where some thread's sum over a row reached the limit, row_max becomes the maximum; other rows keep theirs.
+
+    Returns the factor per row by which earlier sums and outputs shrink, 1 where nothing changed.
+    """
+    scores = by_rows(acc_S)
+    shrink = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        old_max = row_max[r]
+        excess = Float32(0.0) if block_sum[r] < limit else Float32(1.0)  # NaN is too large
+        new_max = old_max
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            new_max = cute.arch.fmax(new_max, scores[r, c])
+        for offset in (2, 1):
+            new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=offset))
+            excess = cute.arch.fmax(excess, cute.arch.shuffle_sync_bfly(excess, offset=offset))
+        row_max[r] = new_max if excess > 0.0 else old_max
+        shrink[r] = cute.math.exp2(old_max * scale_log2 - row_max[r] * scale_log2, fastmath=True)
+    return shrink
+
+
+@cute.jit
 def to_operand(acc_S: cute.Tensor, tOrP: cute.Tensor):
     """P as the A operand of the next WGMMA: the accumulator of 16 keys is, register by register, the fragment of one k-step.
 
@@ -155,7 +194,7 @@ def finalize(
             seen = cute.math.exp2(top - subtracted, fastmath=True)
             total = total * seen + cute.math.exp2(sink_log2[r] - subtracted, fastmath=True)
             top = new_top
-        empty = top == -Float32.inf
+        empty = total == 0.0  # a row with a key has a weight of 1 somewhere; NaN goes its way
         inverse[r] = Float32(0.0) if empty else seen * cute.arch.rcp_approx(total)
         lse[r] = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * math.log(2.0)
     return inverse, lse

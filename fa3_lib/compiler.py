@@ -29,6 +29,7 @@ COMPILE_LOCK = threading.RLock()
 SYMBOL = "fa3_lib_forward"
 HOST_SOURCES = (
     "__init__.py",
+    "checks.py",
     "fp8.py",
     "interface.py",
     "quantize.py",

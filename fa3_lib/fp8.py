@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa3_lib import interface, tiled
+from fa3_lib import checks, interface, tiled
 from fa3_lib.compiler import forward_kernel
 from fa3_lib.config import ceil_div
 from fa3_lib.fp8_config import EXPONENT_OFFSET, KEY_GROUP, Fp8Config, fp8_config
@@ -84,8 +84,8 @@ def forward(
             lse.copy_(sinks[:, None]) if sinks is not None else lse.fill_(-math.inf)
         return out.zero_(), lse
     vt = v if transposed else transpose_v(v)
-    if (q.data_ptr() | k.data_ptr() | vt.data_ptr()) % interface.TMA_ALIGNMENT:
-        interface._refuse_misaligned(q=q, k=k, v=vt)
+    if (q.data_ptr() | k.data_ptr() | vt.data_ptr()) % checks.TMA_ALIGNMENT:
+        checks.refuse_misaligned(q=q, k=k, v=vt)
     if plan.strides != (None, None):
         q, k = (x if s is None else x.as_strided(x.shape, s) for x, s in zip((q, k), plan.strides, strict=True))
     q, k, vt = (x.view(torch.uint8) for x in (q, k, vt))
@@ -160,7 +160,7 @@ def _plan(*key) -> _Plan:
     convert_sinks = False
     if sinks is not None:
         shape, stride, dtype, sinks_device = sinks
-        interface.check_sinks(shape, dtype, sinks_device, heads, device)
+        checks.check_sinks(shape, dtype, sinks_device, heads, device)
         convert_sinks = dtype != torch.float32 or stride != (1,)
 
     left, right = interface.effective_window(left, right, causal, seqlen_q, seqlen_k)
@@ -177,9 +177,9 @@ def _plan(*key) -> _Plan:
 
     sms, strides = 0, (None, None)
     if device.type != "cpu":
-        sms = interface._hopper_sms(device)
+        sms = checks.hopper_sms(device)
         strides = tuple(tma_strides(*layout) for layout in (("q", q_shape, q_stride), ("k", k_shape, k_stride)))
-    interface.check_sm_margin(sm_margin, sms)
+    checks.check_sm_margin(sm_margin, sms)
     out_shape = (batch, seqlen_q, heads, head_dim_v)
     unlimited = seqlen_q + seqlen_k
     return _Plan(
@@ -249,9 +249,9 @@ def check_tensors(
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads, k and v have {kv_heads}; accepted is a multiple of the KV heads")
     for name, dim in (("q and k", head_dim), ("v", head_dim_v)):
-        if dim % 16 or not 0 < dim <= interface.MAX_HEAD_DIM:
+        if dim % 16 or not 0 < dim <= checks.MAX_HEAD_DIM:
             raise ValueError(
-                f"head_dim of {name} is {dim}; of 8 bits, a multiple of 16 from 16 to {interface.MAX_HEAD_DIM} is accepted"
+                f"head_dim of {name} is {dim}; of 8 bits, a multiple of 16 from 16 to {checks.MAX_HEAD_DIM} is accepted"
             )
     for name, stride in (("q", q_stride), ("k", k_stride)):
         if stride[3] != 1:

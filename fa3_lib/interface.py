@@ -1,22 +1,21 @@
-"""`flash_attn_func`: FlashAttention-3's Python signature, checked arguments, and the way to the kernel."""
+"""`flash_attn_func`: FlashAttention-3's Python signature, and the way from its arguments to the kernel."""
 
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from fa3_lib import tiled
+from fa3_lib import checks, tiled
+from fa3_lib.checks import FP8_DTYPES, TMA_ALIGNMENT
 from fa3_lib.compiler import forward_kernel
-from fa3_lib.config import HEAD_DIMS, ForwardConfig, ceil_div, forward_config
+from fa3_lib.config import ForwardConfig, ceil_div, forward_config
 
-DTYPES = (torch.float16, torch.bfloat16)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-MAX_HEAD_DIM = HEAD_DIMS[-1]
 MAX_PACK = 64  # rows of a consumer's tile: it then holds one query of 64 heads
-TMA_ALIGNMENT = 16  # bytes; base addresses and all strides but the last must be multiples of it
 COUNTERS = 4096  # calls with dynamic tiles that may be in flight on a device at once
+CAPTURED_COUNTERS = 65_536  # such calls in CUDA graphs, over a process's life, that cost no memset in their replays
 
 
 def flash_attn_func(
@@ -85,24 +84,24 @@ def flash_attn_func(
         RuntimeError: a CUDA device that is not a Hopper.
     """
     if qv is not None or attention_chunk or num_splits > 1 or num_splits < 0:
-        _refuse_missing(qv, attention_chunk, num_splits)
+        checks.refuse_missing(qv, attention_chunk, num_splits)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        _refuse_types(q=q, k=k, v=v)
+        checks.refuse_types(q=q, k=k, v=v)
     if sinks is not None and not isinstance(sinks, torch.Tensor):
-        _refuse_types(sinks=sinks)
+        checks.refuse_types(sinks=sinks)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     ):
-        _refuse_grad(q=q, k=k, v=v, sinks=sinks)
+        checks.refuse_grad(q=q, k=k, v=v, sinks=sinks)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     elif not 0.0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale is {softmax_scale}; a positive finite number is accepted")
     if softcap != 0.0 and not 0.0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; 0 (none) or a positive finite number is accepted")
-    left, right = (-1, -1) if window_size == (-1, -1) else window_sides(window_size)
+    left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
     if q_descale is not None or k_descale is not None or v_descale is not None:
-        check_descales(q, k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        checks.check_descales(q, k, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     arguments = (float(softmax_scale), bool(causal), left, right, float(softcap), sinks, pack_gqa, sm_margin)
     eager = not torch.compiler.is_compiling() and type(q) is type(k) is type(v) is torch.Tensor
     if q.dtype in FP8_DTYPES:
@@ -116,9 +115,9 @@ def flash_attn_func(
     elif not two_level:
         raise ValueError(f"two_level=False is given and q is {q.dtype}, whose sums are fp32: pass True")
     elif not eager:
-        check_tensors(*_facts(q), *_facts(k), *_facts(v))
+        checks.check_tensors(*_facts(q), *_facts(k), *_facts(v))
         if sinks is not None:
-            check_sinks(sinks.shape, sinks.dtype, sinks.device, q.shape[2], q.device)
+            checks.check_sinks(sinks.shape, sinks.dtype, sinks.device, q.shape[2], q.device)
         out, lse = torch.ops.fa3_lib.flash_attn_fwd(q, k, v, *arguments)
     else:
         out, lse = _forward(q, k, v, *arguments, return_attn_probs)
@@ -143,14 +142,14 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(*key) -> _Plan:
     *facts, causal, left, right, softcap, sinks, pack_gqa, sm_margin = key
-    check_tensors(*facts)
+    checks.check_tensors(*facts)
     q_shape, q_stride, _, device, k_shape, k_stride, _, _, v_shape, v_stride, _, _ = facts
     batch, seqlen_q, heads, head_dim = q_shape
     seqlen_k, kv_heads = k_shape[1], k_shape[2]
     convert_sinks = False
     if sinks is not None:
         shape, stride, dtype, sinks_device = sinks
-        check_sinks(shape, dtype, sinks_device, heads, device)
+        checks.check_sinks(shape, dtype, sinks_device, heads, device)
         convert_sinks = dtype != torch.float32 or stride != (1,)
 
     left, right = effective_window(left, right, causal, seqlen_q, seqlen_k)
@@ -167,10 +166,10 @@ def _plan(*key) -> _Plan:
 
     sms, strides = 0, (None, None, None)
     if device.type != "cpu":
-        sms = _hopper_sms(device)
+        sms = checks.hopper_sms(device)
         layouts = (("q", q_shape, q_stride), ("k", k_shape, k_stride), ("v", v_shape, v_stride))
-        strides = tuple(_tma_strides(*layout) for layout in layouts)
-    check_sm_margin(sm_margin, sms)
+        strides = tuple(checks.tma_strides(*layout) for layout in layouts)
+    checks.check_sm_margin(sm_margin, sms)
     out_shape = (batch, seqlen_q, heads, v_shape[-1])
     return _Plan(
         config,
@@ -244,7 +243,7 @@ def _forward(
             lse.copy_(sinks[:, None]) if sinks is not None else lse.fill_(-math.inf)
         return out.zero_(), lse
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT:
-        _refuse_misaligned(q=q, k=k, v=v)
+        checks.refuse_misaligned(q=q, k=k, v=v)
     if plan.strides != (None, None, None):
         q, k, v = (x if s is None else x.as_strided(x.shape, s) for x, s in zip((q, k, v), plan.strides, strict=True))
     kernel = forward_kernel(config, q.dtype, with_lse)
@@ -261,19 +260,26 @@ def _counter(device: torch.device) -> torch.Tensor:
     """Two int32 zeros in which one launch counts the tiles that its CTAs have taken; it leaves zeros behind.
 
     An eager call takes the next of a ring of slots, which costs no launch; a slot comes again after `COUNTERS` calls. A CUDA
-    graph may be replayed at any time beside other calls, so one that is captured gets zeros of its own, filled in every replay.
+    graph may be replayed at any time beside other calls, so a call that is captured gets a slot for itself, for ever: replays
+    of one graph follow each other. Without such slots it gets zeros that every replay fills anew.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
+        slot = next(_captured_slots.get(device, iter(())), None)
+        return torch.zeros(2, dtype=torch.int32, device=device) if slot is None else slot
     slots, calls = _counter_ring(device)
     return slots[next(calls) % COUNTERS]  # the count is atomic under the GIL: two threads never get one slot
 
 
 @functools.cache
 def _counter_ring(device: torch.device) -> tuple[tuple[torch.Tensor, ...], itertools.count]:
-    slots = torch.zeros(COUNTERS, 2, dtype=torch.int32, device=device)
+    """The slots of eager calls and their count; those of captured calls are made beside them, since a capture can make none."""
+    slots = torch.zeros(COUNTERS + CAPTURED_COUNTERS, 2, dtype=torch.int32, device=device)
     torch.cuda.current_stream(device).synchronize()  # kernels on other streams will use them as well
-    return slots.unbind(), itertools.count()
+    _captured_slots[device] = map(slots.__getitem__, range(COUNTERS, COUNTERS + CAPTURED_COUNTERS))
+    return slots[:COUNTERS].unbind(), itertools.count()
+
+
+_captured_slots: dict[torch.device, Iterator[torch.Tensor]] = {}  # each is handed out once
 
 
 # PyTorch's dispatcher costs more host time than the launch itself, so eager calls go to _forward directly and only
@@ -300,141 +306,3 @@ def _operator_fake(q, k, v, *arguments):
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_empty((batch, seqlen_q, heads, v.shape[-1]))
     return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
-
-
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _refuse_missing(qv, attention_chunk: int, num_splits: int) -> None:
-    if qv is not None:
-        raise NotImplementedError("qv is not supported yet; pass None")
-    if attention_chunk:
-        raise NotImplementedError(
-            f"attention_chunk={attention_chunk} is not supported yet; pass 0 (window_size limits the keys of a query, too)"
-        )
-    raise NotImplementedError(f"num_splits={num_splits} is not supported yet; pass 1 or 0")
-
-
-def window_sides(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
-    """(left, right) as integers of at least -1; raises ValueError if they are not."""
-    sides = tuple(-1 if side is None else side for side in window_size)
-    if len(sides) != 2 or not all(isinstance(side, int) and side >= -1 for side in sides):
-        raise ValueError(
-            f"window_size={tuple(window_size)}; two sides of -1 (or None, unlimited), 0, 1 ... are accepted"
-        )
-    return sides
-
-
-def check_sinks(shape, dtype: torch.dtype, sinks_device: torch.device, heads: int, device: torch.device) -> None:
-    """Raises TypeError or ValueError if sinks of this shape, dtype and device do not fit `heads` query heads on `device`."""
-    if tuple(shape) != (heads,):
-        raise ValueError(f"sinks has shape {tuple(shape)}; one per query head, ({heads},), is accepted")
-    if not dtype.is_floating_point:
-        raise TypeError(f"sinks is {dtype}; a float dtype is accepted")
-    if sinks_device != device:
-        raise ValueError(f"sinks is on {sinks_device}, q on {device}; one device is accepted")
-
-
-def check_sm_margin(sm_margin: int, sms: int) -> None:
-    """Raises ValueError unless a device of `sms` SMs (0: a CPU) keeps one."""
-    if not isinstance(sm_margin, int) or sm_margin < 0 or (sms and sm_margin >= sms):
-        accepted = f"0 to {sms - 1}" if sms else "0, 1, 2 ..."
-        raise ValueError(f"sm_margin={sm_margin}; {accepted} is accepted")
-
-
-def check_descales(q: torch.Tensor, k: torch.Tensor, **descales: torch.Tensor | None) -> None:
-    """Raises TypeError or ValueError if a descale that is given is not fp32 (batch, kv_heads) beside float8 tensors."""
-    for name, x in descales.items():
-        if x is None:
-            continue
-        if q.dtype not in FP8_DTYPES:
-            raise ValueError(f"{name} is given and q is {q.dtype}; descales belong to float8 tensors: pass None")
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is accepted")
-        if x.dtype != torch.float32:
-            raise TypeError(f"{name} is {x.dtype}; torch.float32 is accepted")
-        accepted = (k.shape[0], k.shape[2])
-        if tuple(x.shape) != accepted:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; (batch, kv_heads) = {accepted} is accepted")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {q.device}; one device is accepted")
-
-
-def check_tensors(
-    q_shape, q_stride, q_dtype, q_device, k_shape, k_stride, k_dtype, k_device, v_shape, v_stride, v_dtype, v_device
-) -> None:
-    """Raises TypeError or ValueError if q, k, v of these shapes, strides, dtypes and devices are not accepted."""
-    for name, shape in (("q", q_shape), ("k", k_shape), ("v", v_shape)):
-        if len(shape) != 4:
-            raise ValueError(f"{name} has shape {tuple(shape)}; (batch, seqlen, heads, head_dim) is accepted")
-    if q_dtype not in DTYPES or not (q_dtype == k_dtype == v_dtype):
-        _refuse_dtypes(q_dtype, k_dtype, v_dtype)
-    if not (q_device == k_device == v_device):
-        raise ValueError(f"q, k, v are on {q_device}, {k_device}, {v_device}; one device is accepted")
-
-    batch, _, heads, head_dim = q_shape
-    _, seqlen_k, kv_heads, head_dim_v = v_shape
-    if tuple(k_shape) != (batch, seqlen_k, kv_heads, head_dim) or v_shape[0] != batch:
-        raise ValueError(
-            f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)} do not fit together; accepted are q (b, sq, h, d), "
-            "k (b, sk, hk, d), v (b, sk, hk, dv)"
-        )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, k and v have {kv_heads}; accepted is a multiple of the KV heads")
-    for name, dim in (("q and k", head_dim), ("v", head_dim_v)):
-        if dim % 8 or not 0 < dim <= MAX_HEAD_DIM:
-            raise ValueError(f"head_dim of {name} is {dim}; a multiple of 8 from 8 to {MAX_HEAD_DIM} is accepted")
-    for name, stride in (("q", q_stride), ("k", k_stride), ("v", v_stride)):
-        if stride[3] != 1:
-            raise ValueError(
-                f"{name} has strides {stride}; the last must be 1 (head_dim contiguous): call {name}.contiguous()"
-            )
-
-
-def _refuse_dtypes(*dtypes: torch.dtype) -> None:
-    raise TypeError(f"q, k, v are {', '.join(map(str, dtypes))}; all torch.float16 or all torch.bfloat16 is accepted")
-
-
-def _refuse_types(**tensors) -> None:
-    for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is accepted")
-
-
-def _refuse_grad(**tensors) -> None:
-    names = ", ".join(name for name, x in tensors.items() if x is not None and x.requires_grad)
-    raise NotImplementedError(
-        f"{names} requires grad, and there is no backward pass yet: call under torch.no_grad() or detach"
-    )
-
-
-def _refuse_misaligned(**tensors) -> None:
-    for name, x in tensors.items():
-        if rest := x.data_ptr() % TMA_ALIGNMENT:
-            raise ValueError(
-                f"{name} starts {rest} bytes past a multiple of {TMA_ALIGNMENT}; storage aligned to {TMA_ALIGNMENT} bytes "
-                f"is accepted: call {name}.clone()"
-            )
-
-
-def _tma_strides(name: str, shape, stride) -> tuple[int, ...] | None:
-    """Strides for TMA if they are not the tensor's own: a dim of size 1 never uses its stride, so any value is right."""
-    usable = tuple(8 if size == 1 and i < 3 else s for i, (size, s) in enumerate(zip(shape, stride, strict=True)))
-    if any(s % 8 for s in usable[:3]):
-        raise ValueError(
-            f"{name} has strides {stride}; multiples of 8 elements (16 bytes) are accepted, except the last: "
-            f"call {name}.contiguous()"
-        )
-    return usable if any(s % 8 for s in stride[:3]) else None
-
-
-def _hopper_sms(device: torch.device) -> int:
-    """Number of SMs; raises RuntimeError if the device is not a Hopper."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if capability != (9, 0):
-        name = torch.cuda.get_device_name(device) if capability else device.type
-        raise RuntimeError(
-            f"fa3_lib runs on Hopper (compute capability 9.0: H100, H200), {device} is {name} {capability or ''}; "
-            "use torch.nn.functional.scaled_dot_product_attention there"
-        )
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fa3_lib import flash_attn_func, interface
+from fa3_lib import checks, flash_attn_func, interface
 from fa3_lib.reference import attention_mask
 from tests.fa3_lib.masked_truth import assert_close_to_truth, random_mask
 
@@ -170,7 +170,7 @@ class LaunchedKernel:
 
     def __init__(self, monkeypatch):
         self.seen = []
-        monkeypatch.setattr(interface, "_hopper_sms", lambda device: 132)
+        monkeypatch.setattr(checks, "hopper_sms", lambda device: 132)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # a meta device has no index
         monkeypatch.setattr(interface, "forward_kernel", self.compiled)
         interface._plan.cache_clear()
@@ -217,7 +217,7 @@ def test_what_the_kernel_is_called_with(hopper):
 
 
 def test_dynamic_tiles_get_a_counter_of_their_own(hopper, monkeypatch):
-    """A ring of zeros for eager calls, fresh zeros in a capture."""
+    """A ring of zeros for eager calls; in captures slots that nobody else ever gets, and fresh zeros when they are used up."""
     choose = interface.forward_config
     monkeypatch.setattr(interface, "forward_config", lambda *a, **kw: replace(choose(*a, **kw), dynamic=True))
     capturing = False
@@ -228,13 +228,27 @@ def test_dynamic_tiles_get_a_counter_of_their_own(hopper, monkeypatch):
     assert all((c.dtype, c.shape, c.device.type) == (torch.int32, (2,), "meta") for c in counters)
     assert [c.storage_offset() for c in counters] == [0, 2, 4]
 
-    cpu = torch.device("cpu")
-    slots = [interface._counter(cpu) for _ in range(interface.COUNTERS)]
-    assert len({c.data_ptr() for c in slots}) == interface.COUNTERS and not torch.stack(slots).any()
-    assert all(c.data_ptr() % 8 == 0 and c.is_contiguous() for c in slots)
-    assert interface._counter(cpu) is slots[0]
+    cpu, fresh = torch.device("cpu"), []
+    monkeypatch.setattr(torch, "zeros", lambda *a, zeros=torch.zeros, **kw: fresh.append(a) or zeros(*a, **kw))
+    monkeypatch.setattr(interface, "CAPTURED_COUNTERS", 3)
+    interface._captured_slots.pop(cpu, None)
     capturing = True
-    assert interface._counter(cpu).untyped_storage().data_ptr() != slots[0].untyped_storage().data_ptr()
+    assert interface._counter(cpu).tolist() == [0, 0] and fresh == [
+        (2,)
+    ]  # no ring yet, and none can be made in a capture
+    capturing = False
+    eager = [interface._counter(cpu) for _ in range(interface.COUNTERS)]
+    assert interface._counter(cpu) is eager[0]
+    capturing = True
+    captured = [interface._counter(cpu) for _ in range(3)]
+    assert fresh[1:] == [(interface.COUNTERS + 3, 2)]  # one allocation for all of them
+    slots = [*eager, *captured]
+    assert len({c.data_ptr() for c in slots}) == len(slots) and not torch.stack(slots).any()
+    assert all(c.data_ptr() % 8 == 0 and c.is_contiguous() for c in slots)
+    late = [interface._counter(cpu) for _ in range(2)]
+    assert fresh[2:] == [(2,), (2,)] and not {c.data_ptr() for c in late} & {c.data_ptr() for c in slots}
+    capturing = False
+    assert interface._counter(cpu) is eager[1]  # captures take no eager slot
     interface._counter_ring.cache_clear()
 
 
@@ -311,7 +325,7 @@ def test_bad_values_are_refused(arguments, error, message):
 def test_descales_of_float8_tensors_are_checked():
     q, k, _ = (x.to(torch.float8_e4m3fn) for x in draw(b=3))
     good = torch.ones(3, 4)[:, ::2]
-    interface.check_descales(q, k, q_descale=good, k_descale=None, v_descale=torch.ones(1, 1).expand(3, 2))
+    checks.check_descales(q, k, q_descale=good, k_descale=None, v_descale=torch.ones(1, 1).expand(3, 2))
     for bad, error, message in (
         (torch.ones(3, 4), ValueError, r"k_descale has shape \(3, 4\).*\(3, 2\)"),
         (good.double(), TypeError, r"k_descale is torch\.float64"),
@@ -319,7 +333,7 @@ def test_descales_of_float8_tensors_are_checked():
         (1.0, TypeError, "k_descale is a float"),
     ):
         with pytest.raises(error, match=message):
-            interface.check_descales(q, k, q_descale=good, k_descale=bad)
+            checks.check_descales(q, k, q_descale=good, k_descale=bad)
 
 
 def test_gradients_are_fine_where_nobody_asks_for_them():
@@ -330,18 +344,18 @@ def test_gradients_are_fine_where_nobody_asks_for_them():
 
 def test_strides_that_tma_cannot_use():
     """Checked here without a GPU: strides of 16 bytes, except where a dim of size 1 never uses its own."""
-    assert interface._tma_strides("q", (2, 5, 4, 64), (1280, 256, 64, 1)) is None
-    assert interface._tma_strides("q", (2, 5, 4, 64), (0, 256, 64, 1)) is None
-    assert interface._tma_strides("q", (1, 5, 1, 64), (3, 64, 5, 1)) == (8, 64, 8, 1)
+    assert checks.tma_strides("q", (2, 5, 4, 64), (1280, 256, 64, 1)) is None
+    assert checks.tma_strides("q", (2, 5, 4, 64), (0, 256, 64, 1)) is None
+    assert checks.tma_strides("q", (1, 5, 1, 64), (3, 64, 5, 1)) == (8, 64, 8, 1)
     with pytest.raises(ValueError, match=r"k has strides.*k\.contiguous"):
-        interface._tma_strides("k", (2, 5, 4, 64), (1300, 260, 65, 1))
+        checks.tma_strides("k", (2, 5, 4, 64), (1300, 260, 65, 1))
 
 
 def test_misaligned_storage():
     q, k, v = draw()
     shifted = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape)
     with pytest.raises(ValueError, match=r"k starts 2 bytes past a multiple of 16.*k\.clone"):
-        interface._refuse_misaligned(q=q, k=shifted, v=v)
+        checks.refuse_misaligned(q=q, k=shifted, v=v)
 
 
 def test_strided_views_give_the_same_bits():
@@ -390,6 +404,6 @@ def test_a_gpu_that_is_no_hopper_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     with pytest.raises(RuntimeError, match=r"A100.*scaled_dot_product_attention"):
-        interface._hopper_sms(torch.device("cuda:0"))
+        checks.hopper_sms(torch.device("cuda:0"))
     with pytest.raises(RuntimeError, match="xpu"):
-        interface._hopper_sms(torch.device("xpu"))
+        checks.hopper_sms(torch.device("xpu"))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fa3_lib import flash_attn_func, interface
+from fa3_lib import checks, flash_attn_func, interface
 from tests.fa3_lib.masked_truth import assert_close_to_truth, random_mask
 
 pytestmark = pytest.mark.gpu
@@ -211,7 +211,7 @@ def test_repeats_are_bit_equal(d, features):
     for run in range(50):
         again = flash_attn_func(q, k, v, return_attn_probs=True, sm_margin=run, **arguments)
         assert all(torch.equal(a, e) for a, e in zip(again, expected, strict=True))
-    alone = flash_attn_func(q, k, v, return_attn_probs=True, sm_margin=interface._hopper_sms(q.device) - 1, **arguments)
+    alone = flash_attn_func(q, k, v, return_attn_probs=True, sm_margin=checks.hopper_sms(q.device) - 1, **arguments)
     assert all(torch.equal(a, e) for a, e in zip(alone, expected, strict=True))
 
 
@@ -234,29 +234,30 @@ def test_torch_compile_and_graphs():
 
 
 def test_dynamic_tiles_under_streams_and_graphs(monkeypatch):
-    """Counters of calls that run side by side: eager on two streams, and a graph that is replayed beside them."""
+    """Counters of calls that run side by side: eager ones and replays of a graph on each of two streams."""
     choose = interface.forward_config
     monkeypatch.setattr(interface, "forward_config", lambda *a, **kw: replace(choose(*a, **kw), dynamic=True))
     interface._plan.cache_clear()
     interface._counter_ring.cache_clear()
     q, k, v = draw(2, 1000, 1000, 8, 8, 64)
     expected = check(q, k, v, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    graphs, captured = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            captured.append(flash_attn_func(q, k, v, causal=True, return_attn_probs=True))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     results = []
     for _ in range(20):
-        captured[0].fill_(torch.nan)
-        graph.replay()
-        results.append([x.clone() for x in captured])
-        with torch.cuda.stream(side):
-            results.append(flash_attn_func(q, k, v, causal=True, return_attn_probs=True))
-        results.append(flash_attn_func(q, k, v, causal=True, return_attn_probs=True))
+        for stream, graph, (out, lse) in zip((torch.cuda.current_stream(), side), graphs, captured, strict=True):
+            with torch.cuda.stream(stream):
+                out.fill_(torch.nan)
+                graph.replay()
+                results += [(out.clone(), lse.clone()), flash_attn_func(q, k, v, causal=True, return_attn_probs=True)]
     torch.cuda.synchronize()
     for out, lse in results:
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     slots, _ = interface._counter_ring(q.device)
-    assert not torch.stack(slots).any(), "a launch left its counter behind"
+    assert not slots[0]._base.any(), "a launch left its counter behind"
+    assert next(interface._captured_slots[q.device]).data_ptr() == slots[0].data_ptr() + 8 * (interface.COUNTERS + 2)
     interface._plan.cache_clear()

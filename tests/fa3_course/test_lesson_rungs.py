@@ -21,13 +21,6 @@ def test_the_stored_row_is_found_by_file_and_by_name():
         assert "no stored row" in lesson_rungs.check_and_measure(FILE, None)
 
 
-def test_a_rung_that_no_card_has_run_is_not_run_in_a_notebook(monkeypatch):
-    monkeypatch.setattr(rungs, "has_hopper", lambda: True)
-    monkeypatch.setattr(rungs, "UNPROVEN", (FILE,))
-    monkeypatch.setattr(lesson_rungs, "check", lambda file: pytest.fail("it was run"))
-    assert "no test on a card yet" in lesson_rungs.check_and_measure(FILE, None)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="CuTe DSL has no wheels here")
 def test_machine_code_needs_no_gpu():
     report = lesson_rungs.machine_code(FILE)

@@ -1,5 +1,6 @@
 """The measured ladder: one table and one plot from the stored rows of one run, for the terminal and for the README."""
 
+import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,9 +228,11 @@ def draw(table: Ladder, path: Path) -> None:
         _draw_bars(axes[0], table, bars, main)
         if curves:
             _draw_curves(axes[1], curves, main)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        png = io.BytesIO()
         # which run it shows, for the test that compares README and rows
-        figure.savefig(path, metadata={"Source": table.run.path.name if table.run.path else ""})
+        figure.savefig(png, metadata={"Source": table.run.path.name if table.run.path else ""})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(plots.with_palette(png.getvalue()))
 
 
 def _colour(line: Line) -> str:

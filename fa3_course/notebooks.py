@@ -12,7 +12,6 @@ and its check, all from the exercise's solution, so that a lab never holds a sec
 import argparse
 import base64
 import hashlib
-import io
 import re
 import sys
 from pathlib import Path
@@ -25,9 +24,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
-from PIL import Image
 
-from fa3_course import paths
+from fa3_course import paths, plots
 from fa3_course.checker import catalogue
 from fa3_course.checker.model import Exercise
 
@@ -35,7 +33,6 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-COLOURS = 64  # of a stored plot
 CELL_SECONDS = 300  # limit of one cell
 LARGEST = 3_000_000  # bytes of a built notebook; more is slow to open and GitHub stops showing it
 
@@ -184,22 +181,12 @@ def _keep_outputs(notebook: NotebookNode, built: Path) -> None:
 
 
 def _shrink_pictures(notebook: NotebookNode) -> None:
-    """Stores each plot with a palette of its own: a third of the bytes, and no difference that a reader sees."""
+    """Stores each plot with a palette of its own."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
-                output.data["image/png"] = _with_palette(output.data["image/png"])
-
-
-def _with_palette(encoded: str) -> str:
-    with Image.open(io.BytesIO(base64.b64decode(encoded))) as picture:
-        if picture.mode == "P" and len(picture.getcolors(256)) <= COLOURS:
-            return encoded
-        white = Image.new("RGBA", picture.size, "white")
-        flat = Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
-    small = io.BytesIO()
-    flat.quantize(COLOURS, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
-    return base64.b64encode(small.getvalue()).decode() + "\n"
+                png = plots.with_palette(base64.b64decode(output.data["image/png"]))
+                output.data["image/png"] = base64.b64encode(png).decode() + "\n"
 
 
 def build(source: Path, run: bool = True, out: Path | None = None, cell_seconds: int = CELL_SECONDS) -> Path:

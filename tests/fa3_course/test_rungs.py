@@ -65,7 +65,7 @@ def test_find():
     assert rungs.find("02") is rungs.find("2")
     assert rungs.find("0").name == "eager"
     assert rungs.find("07b").name == "overlap alone"
-    with pytest.raises(KeyError, match="no rung '10'; there are 0, 1, 2.*FP8 tensors"):
+    with pytest.raises(KeyError, match=r"no rung '10'; there are 0, 1, 2.*FP8 tensors"):
         rungs.find("10")
 
 

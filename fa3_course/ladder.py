@@ -232,7 +232,7 @@ def draw(table: Ladder, path: Path) -> None:
         # which run it shows, for the test that compares README and rows
         figure.savefig(png, metadata={"Source": table.run.path.name if table.run.path else ""})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(plots.with_palette(png.getvalue()))
+    path.write_bytes(plots.with_palette(png.getvalue(), colours=96))
 
 
 def _colour(line: Line) -> str:

@@ -44,7 +44,7 @@ KERNELS: dict[str, tuple[str, str, str]] = {
     "fa3/fp8": ("FA3 C++, fp8", "#E89A6B", "D"),
     "fa3_lib/fp8": ("fa3_lib, fp8", "#6BAED6", "o"),
 }
-COLOURS = 32  # of a stored plot
+COLOURS = 32  # of a plot in a notebook
 WIDTH = 8.6  # inches; 946 pixels at the dpi below, a little more than GitHub shows
 
 
@@ -91,13 +91,13 @@ def figure(columns: int = 1, height: float = 3.4, widths: Sequence[float] | None
     return fig, list(axes[0])
 
 
-def with_palette(png: bytes) -> bytes:
+def with_palette(png: bytes, colours: int = COLOURS) -> bytes:
     """A plot as a PNG with a palette of its own: a third of the bytes, and no difference that a reader sees.
 
-    A picture that has at most COLOURS in a palette is returned as it is; what was written into the file as text stays.
+    A picture that has at most `colours` in a palette is returned as it is; what was written into the file as text stays.
     """
     with Image.open(io.BytesIO(png)) as picture:
-        if picture.mode == "P" and len(picture.getcolors(256)) <= COLOURS:
+        if picture.mode == "P" and len(picture.getcolors(256)) <= colours:
             return png
         text = PngInfo()
         for key, value in picture.text.items():
@@ -106,7 +106,7 @@ def with_palette(png: bytes) -> bytes:
         flat = Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
     small = io.BytesIO()
     # of Pillow's methods the one that keeps the colours of thin lines
-    palette = flat.quantize(COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    palette = flat.quantize(colours, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     palette.save(small, "PNG", optimize=True, pnginfo=text)
     return small.getvalue()
 

@@ -88,8 +88,8 @@ def attention(
             row_sum = row_sum * shrink + torch.exp2(sink - subtracted)
             acc_O = acc_O * shrink
             top = new_top
-        seen = top > -math.inf
-        out[:, rows] = torch.where(seen, acc_O / row_sum, 0.0).transpose(1, 2).to(out_dtype)
-        row_lse = torch.where(seen, (top + torch.log2(row_sum)) * math.log(2.0), -math.inf)
+        empty = row_sum == 0.0  # a row with a key has a weight of 1 somewhere; NaN goes its way
+        out[:, rows] = torch.where(empty, 0.0, acc_O / row_sum).transpose(1, 2).to(out_dtype)
+        row_lse = torch.where(empty, -math.inf, (top + torch.log2(row_sum)) * math.log(2.0))
         lse[:, :, rows] = row_lse.squeeze(-1)
     return out, lse

@@ -7,7 +7,7 @@ A loaded attention kernel is `call(q, k, v, causal) -> out` on `(batch, seqlen, 
 import functools
 import importlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ class Kernel:
         timer: the timer to start with (see `bench.timing`).
         source: repository files that make it; empty for peers.
         bytes_per_score: extra memory per element of the score matrix, 0 for fused kernels.
+        head_dim: the only one that is asked of it in this run; None for all.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Kernel:
     rung: str | None = None
     source: tuple[str, ...] = ()
     bytes_per_score: int = 0
+    head_dim: int | None = None
     as_numpy: bool = field(default=False, kw_only=True)
 
     @property
@@ -58,6 +60,10 @@ class Kernel:
         if isinstance(case, Gemm):
             return call
         return functools.partial(call, causal=case.causal)
+
+    def meant_for(self, case: Case) -> bool:
+        """Whether this run wants the kernel to be measured on the case."""
+        return self.direction == case.direction and self.head_dim in (None, getattr(case, "head_dim", None))
 
     def refuses(self, case: Case, free_bytes: int | None = None) -> str | None:
         """Why this case cannot be measured with this kernel, None if it can."""
@@ -256,14 +262,17 @@ def _from_rung(rung, dtype: str) -> Kernel:
 
 
 def candidates(dtype: str = "bf16") -> list[Kernel]:
-    """Every kernel that a run knows: cuBLAS, the peers, the rungs in order, the library."""
-    from fa3_course.rungs import RUNGS
+    """Every kernel that a run knows: cuBLAS, the peers, the rungs in order, the library, then rung 10 and the library in FP8."""
+    from fa3_course.rungs import RUNG10, RUNGS
 
-    return [*_peers(dtype), *(_from_rung(rung, dtype) for rung in RUNGS)]
+    fp8 = (_from_rung(RUNG10, "fp8"), Kernel("fa3_lib", "fp8", _fa3_lib_fp8, source=FP8_SOURCE))
+    return [*_peers(dtype), *(_from_rung(rung, dtype) for rung in RUNGS), *fp8]
 
 
 def chosen(kernels: Iterable[Kernel], names: str | None) -> list[Kernel]:
     """The kernels named in a comma-separated list (names, rung numbers, or `rungs`); all of them for None.
+
+    `name@128` wants the kernel at head_dim 128 only, unless the list names it without a limit as well.
 
     Raises:
         ValueError: naming what is known, if a name is not.
@@ -271,11 +280,19 @@ def chosen(kernels: Iterable[Kernel], names: str | None) -> list[Kernel]:
     kernels = list(kernels)
     if names is None:
         return kernels
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    wanted = [(*name.strip().partition("@")[::2],) for name in names.split(",") if name.strip()]
     known = {key for k in kernels for key in _keys(k)}
-    if unknown := [name for name in wanted if name not in known]:
-        raise ValueError(f"unknown kernel {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    return [k for k in kernels if any(name in _keys(k) for name in wanted)]
+    unknown = [name for name, dim in wanted if name not in known or (dim and not dim.isdigit())]
+    if unknown:
+        raise ValueError(
+            f"unknown kernel {', '.join(unknown)}; known are {', '.join(sorted(known))}, each also as NAME@HEAD_DIM"
+        )
+    found = []
+    for k in kernels:
+        dims = {dim for name, dim in wanted if name in _keys(k)}
+        if dims:
+            found += [k] if "" in dims else [replace(k, head_dim=int(dim)) for dim in sorted(dims)]
+    return found
 
 
 def _keys(kernel: Kernel) -> set[str]:

@@ -125,7 +125,7 @@ def ladder(run: Run, seqlen: int | None = None) -> Ladder:
 
 def _label(row: Row) -> str:
     if row.rung is not None:
-        names = {rung.number: rung.name for rung in rungs.RUNGS}
+        names = {rung.number: rung.name for rung in (*rungs.RUNGS, rungs.RUNG10)}
         return f"rung {row.rung}: {names.get(row.rung, row.kernel)}"
     label = {
         "fa3_lib": "fa3_lib",
@@ -238,7 +238,8 @@ def draw(table: Ladder, path: Path) -> None:
 def _colour(line: Line) -> str:
     from fa3_course import plots
 
-    return plots.KERNELS.get(line.kernel, ("", plots.GREY, ""))[1]
+    known = plots.KERNELS.get(f"{line.kernel}/{line.dtype}") or plots.KERNELS.get(line.kernel, ("", plots.GREY, ""))
+    return known[1]
 
 
 def _draw_bars(ax, table: Ladder, lines: list[Line], column: Column) -> None:

@@ -110,12 +110,13 @@ class Rung:
         """Runs the rung where this machine can, whatever device the tensors are on.
 
         Args:
-            q: `(batch, seqlen_q, heads, head_dim)`; k, v: `(batch, seqlen_k, kv_heads, head_dim)`; fp16, bf16 or fp32.
+            q: `(batch, seqlen_q, heads, head_dim)`; k, v: `(batch, seqlen_k, kv_heads, head_dim)`; fp16, bf16 or fp32; for rung 10
+                float8_e4m3fn.
             softmax_scale: factor on the scores; `head_dim ** -0.5` when None.
             causal: bottom-right aligned causal mask.
 
         Returns:
-            out like q and lse `(batch, heads, seqlen_q)` fp32, both on q's device.
+            out like q (bf16 for float8) and lse `(batch, heads, seqlen_q)` fp32, both on q's device.
 
         Raises:
             RungUnavailable: when this machine cannot run it.
@@ -128,7 +129,7 @@ class Rung:
             out, lse = (torch.from_numpy(x) for x in attention(*arrays, softmax_scale, causal))
         else:
             out, lse = attention(*(x.to(device) for x in (q, k, v)), softmax_scale, causal)
-        return out.to(q.device, q.dtype), lse.to(q.device, torch.float32)
+        return out.to(q.device, out.dtype if q.dtype.itemsize == 1 else q.dtype), lse.to(q.device, torch.float32)
 
 
 def has_hopper() -> bool:
@@ -235,20 +236,19 @@ RUNGS = (
     Rung("lib", "fa3_lib", 0, "the finished kernel", "fa3_lib/interface.py", "torch"),
 )
 
-# Rung 10 takes e4m3 tensors only, and the rungs above are compared, timed and compiled with the same 16-bit inputs, so it is not
-# among them. Chapter 4's sitting b checks and times it, `pytest -m gpu tests/chapters/test_04_steps.py` tests it on a Hopper,
-# `_module(RUNG10).attention` is its call.
-RUNG10 = "chapters/04_fp8/steps/rung10_fp8.py"
+# It takes e4m3 tensors only, and everything in RUNGS is compared and timed on the same 16-bit ones, so it is not among them:
+# `find("10")`, `fa3 sass 10`, chapter 4's sitting b and `bench.forward` know it, `fa3 demo` does not.
+RUNG10 = Rung("10", "FP8", 4, "8-bit operands, sums in two levels", "chapters/04_fp8/steps/rung10_fp8.py", "hopper")
 
 
 def find(number: str) -> Rung:
-    """The rung with this number ("2", "7b", "lib"; "02" works too).
+    """The rung with this number ("2", "7b", "10", "lib"; "02" works too).
 
     Raises:
         KeyError: naming the rungs that exist.
     """
-    for rung in RUNGS:
+    every = (*RUNGS, RUNG10)
+    for rung in every:
         if number.lstrip("0") == rung.number.lstrip("0"):
             return rung
-    known = ", ".join(r.number for r in RUNGS)
-    raise KeyError(f"no rung {number!r}; there are {known} (rung 10 takes FP8 tensors: chapter 4's sitting b runs it)")
+    raise KeyError(f"no rung {number!r}; there are {', '.join(r.number for r in every)}")

@@ -666,10 +666,6 @@ def your_card(d=128, seqlen=8192, two_level=True):
 
 if not (HAS_CUTE and rungs.has_hopper()):
     print("rung 10 needs a Hopper to run; its protocol ran on the simulated SM, its machine code is above")
-elif FILE in rungs.UNPROVEN:  # it might hang, and take the notebook with it
-    print(
-        "rung 10 has passed no test on a card yet, so it is not run here: `python -m pytest -m gpu tests/chapters` does"
-    )
 else:
     print(check_on_card())
     print(

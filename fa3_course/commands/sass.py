@@ -27,7 +27,7 @@ def report_rung(
 
     Args:
         number: the rung ("2", "5", "lib").
-        head_dim: 8..256, a multiple of 8. causal: bottom-right aligned mask. dtype: "fp16" or "bf16".
+        head_dim: 8..256, a multiple of 8. causal: bottom-right aligned mask. dtype: "fp16" or "bf16"; "fp8" for rung 10 alone.
         dump: where the SASS goes as text, if anywhere.
         capability: 90 for a Hopper; 80 compiles a Triton rung for an A100 instead, to compare.
 
@@ -38,7 +38,11 @@ def report_rung(
     import torch
 
     rung = rungs.find(number)
-    element = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    element = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[dtype]
+    if (dtype == "fp8") != (rung is rungs.RUNG10):
+        raise NoMachineCode(
+            f"rung {rung.number} ({rung.name}) has no {dtype} kernel: fp8 is rung 10's dtype, and its only one"
+        )
     if rung.needs == "numpy" or rung.number == "0":
         raise NoMachineCode(f"rung {rung.number} ({rung.name}) has no kernel of its own; kernels begin at rung 2")
     if capability not in ((80, 90) if rung.needs == "triton" else (90,)):
@@ -127,7 +131,7 @@ def sass_command(
     rung: Annotated[str, typer.Argument(help="Number of the rung, or lib.")] = "lib",
     d: Annotated[int, typer.Option("--d", help="Head dim: a multiple of 8, up to 256.")] = 128,
     causal: Annotated[bool, typer.Option("--causal", help="With the causal mask.")] = False,
-    dtype: Annotated[str, typer.Option(help="fp16 or bf16.")] = "fp16",
+    dtype: Annotated[str | None, typer.Option(help="fp16 (default) or bf16; for rung 10 fp8.")] = None,
     dump: Annotated[Path | None, typer.Option(help="Also write the whole SASS to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -137,9 +141,10 @@ def sass_command(
     """
     if d % 8 or not 8 <= d <= 256:
         raise typer.BadParameter(f"head dim {d}: a multiple of 8 from 8 to 256", param_hint="--d")
-    if dtype not in ("fp16", "bf16"):
-        raise typer.BadParameter(f"{dtype}: fp16 or bf16", param_hint="--dtype")
     try:
+        dtype = dtype or ("fp8" if rungs.find(rung) is rungs.RUNG10 else "fp16")
+        if dtype not in ("fp16", "bf16", "fp8"):
+            raise typer.BadParameter(f"{dtype}: fp16 or bf16; for rung 10 fp8", param_hint="--dtype")
         reports = report_rung(rung, d, causal, dtype, dump)
     except KeyError as error:
         raise typer.BadParameter(error.args[0], param_hint="RUNG") from None

@@ -91,7 +91,15 @@ def test_unknown_kernels_are_refused_with_those_known():
         kernels.chosen(known, "fa3,fa9")
     assert [k.label for k in kernels.chosen(known, "fa3")] == ["fa3/bf16", "fa3/fp8"]
     assert [k.label for k in kernels.chosen(known, "fa3/fp8")] == ["fa3/fp8"]
+    assert [k.label for k in kernels.chosen(known, "10,fa3_lib")] == ["fa3_lib/bf16", "rung10_fp8/fp8", "fa3_lib/fp8"]
     assert [k.rung for k in kernels.chosen(known, "0,1")] == ["0", "1"]
+    at_128, at_64 = paper(128, True, 1024), paper(64, False, 1024)
+    (limited,) = kernels.chosen(known, "fa3/bf16@128")
+    assert limited.meant_for(at_128) and not limited.meant_for(at_64)
+    (unlimited,) = kernels.chosen(known, "fa3/bf16@128,fa3/bf16")
+    assert unlimited.meant_for(at_128) and unlimited.meant_for(at_64)
+    with pytest.raises(ValueError, match="fa3"):
+        kernels.chosen(known, "fa3@x")
     assert kernels.chosen(known, None) == known
     rungs = kernels.chosen(known, "rungs")
     assert len(rungs) >= 3 and all(k.source for k in rungs) and "fa3_lib" not in [k.name for k in rungs]

@@ -117,9 +117,16 @@ def test_command(rung, tmp_path):
     assert dump.read_text().count("HGMMA") == found["HGMMA"]
 
 
+def test_rung_10_has_eight_bit_products():
+    done = CliRunner().invoke(app, ["sass", "10", "--d", "64", "--json"])
+    (report,) = json.loads(done.stdout)
+    assert done.exit_code == 0 and report["problems"] == []
+    assert report["landmarks"]["QGMMA"] > 0 and report["landmarks"]["UTMALDG"] > 0
+
+
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["0"], "no kernel of its own"), (["17"], "no rung '17'"), (["lib", "--d", "12"], "multiple of 8"), (["--dtype", "fp8"], "fp16 or bf16")],
+    [(["0"], "no kernel of its own"), (["17"], "no rung '17'"), (["lib", "--d", "12"], "multiple of 8"), (["--dtype", "fp4"], "fp16 or bf16"), (["6", "--dtype", "fp8"], "no fp8 kernel"), (["10", "--dtype", "bf16"], "no bf16 kernel")],
 )  # fmt: skip
 def test_command_refuses(arguments, message):
     done = CliRunner().invoke(app, ["sass", *arguments])

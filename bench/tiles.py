@@ -44,7 +44,7 @@ class Variant:
 
 def variants(args: argparse.Namespace) -> list[Variant]:
     """Every combination of the command's values; a list without a value means the library's own choice."""
-    tile_m, tile_n = TILES[args.head_dim, args.head_dim]
+    tile_m, tile_n, _ = TILES[args.head_dim, args.head_dim]
     found = []
     for m, n, stages, turns, own in itertools.product(
         args.tile_m or [tile_m], args.tile_n or [tile_n], args.stages, args.turns, args.own_output

@@ -69,9 +69,9 @@ def plan(job: Job, candidates: list[Kernel]) -> list[tuple[Case, list[Kernel]]]:
     steps = []
     if job.device == "cuda":
         for case in GRIDS[job.grid]:
-            steps.append((case, [k for k in candidates if k.device == "cuda" and k.direction == case.direction]))
+            steps.append((case, [k for k in candidates if k.device == "cuda" and k.meant_for(case)]))
     for case in CPU_CASES:
-        steps.append((case, [k for k in candidates if k.device == "cpu" and k.direction == case.direction]))
+        steps.append((case, [k for k in candidates if k.device == "cpu" and k.meant_for(case)]))
     return [(case, group) for case, group in steps if group]
 
 

@@ -39,7 +39,6 @@ class ForwardConfig:
         pack_gqa: query heads of one KV head whose rows share a tile, 1, 2, 4 ... 64: row r of a packed tile is query
             `r // pack_gqa` of head `r % pack_gqa`. Every row count of this class (tile_m, seqlen_q of the tile ranges) is in queries
             times pack_gqa or says so.
-        cluster: CTAs that share their K and V tiles by multicast, 1 or 2; with 2 no mask.
         dynamic: whether CTAs take their tiles from a counter in global memory, the long ones first, instead of by plan.
         ping_pong: whether the consumer warpgroups take turns in issuing their GEMMs.
         own_output: whether the output tile has shared memory of its own; otherwise it takes Q's place, and the next Q waits.
@@ -59,7 +58,6 @@ class ForwardConfig:
     softcap: bool = False
     sinks: bool = False
     pack_gqa: int = 1
-    cluster: int = 1
     dynamic: bool = False
     element_bytes: int = 2
     output_bytes: int = 2
@@ -204,11 +202,7 @@ class ForwardConfig:
             (self.stages in (1, 2, 4, 8), "stages must be 1, 2, 4 or 8"),
             (not (self.causal and self.window), "causal is the window whose right side is 0: one of them"),
             (self.pack_gqa in (1, 2, 4, 8, 16, 32, 64), "pack_gqa must be a power of two up to 64"),
-            (self.cluster in (1, 2), "cluster must be 1 or 2"),
-            (
-                self.cluster == 1 or not (self.causal or self.window or self.dynamic),
-                "CTAs of a cluster must read the same key blocks: no mask, tiles by plan",
-            ),
+            (self.causal or not self.dynamic, "dynamic tiles are for causal masks: without one all are equally long"),
         )
         for ok, rule in shape:
             if not ok:
@@ -220,20 +214,26 @@ class ForwardConfig:
         return self
 
 
-# (tile_m, tile_n) by compiled head dims of Q and K, and of V: as many keys as shared memory and registers allow (d256: 80,
-# since two stages of 96 need more than 227 KB), three consumers where a row's output is narrow enough for 160 registers.
+# (tile_m, tile_n, ping_pong) by compiled head dims of Q and K, and of V. As many keys as shared memory and registers allow
+# (d256: 80, since two stages of 96 need more than 227 KB); three consumers where a row's output is narrow enough for 160
+# registers; turns where the H200 measured them as faster (bench/NOTES.md).
 TILES = {
-    (64, 64): (192, 128),
-    (96, 96): (192, 112),
-    (128, 128): (128, 128),
-    (192, 128): (128, 128),
-    (192, 192): (128, 112),
-    (256, 256): (128, 80),
+    (64, 64): (192, 128, True),
+    (96, 96): (192, 112, False),
+    (128, 128): (128, 128, False),
+    (192, 128): (128, 128, True),
+    (192, 192): (128, 112, True),
+    (256, 256): (128, 80, True),
 }
 
 # Causal tiles of 192 rows leave much of a short sequence masked: up to this many queries 128 rows are faster
 # (H200, d64: 512 queries 39 %, 1024 12 %, 2048 8 %; 4096 and longer slower).
 SHORT_CAUSAL = 2048
+# From this many queries on, causal tiles come from a counter (H200: d64 3 to 5 %, d128 1 to 4 %; 5 % slower at 512; d256, whose
+# K and V fill L2 with one head, 12 % slower at any length).
+DYNAMIC_CAUSAL = 1024
+# From this many queries on, d128 without a mask takes 160 keys at a time (H200: 2 to 3 % at 16k, level at 4k and 32k).
+LONG_FULL = 8192
 
 
 def forward_config(
@@ -253,12 +253,18 @@ def forward_config(
     """
     tile_d, tile_dv = (next(d for d in HEAD_DIMS if d >= x) for x in (head_dim, head_dim_v))
     widest = max(tile_d, tile_dv)
-    tile_m, tile_n = TILES.get((tile_d, tile_dv), TILES[widest, widest])
-    if (causal or window) and seqlen_q is not None and seqlen_q * pack_gqa <= SHORT_CAUSAL:
+    tile_m, tile_n, ping_pong = TILES.get((tile_d, tile_dv), TILES[widest, widest])
+    rows = float("inf") if seqlen_q is None else seqlen_q * pack_gqa
+    if (causal or window) and rows <= SHORT_CAUSAL:
         tile_m = min(tile_m, 128)
+    if tile_m == 192 and (softcap or (window and widest > 64)):  # 160 registers have no room for it
+        tile_m = 128
+    if (tile_d, tile_dv) == (128, 128) and not (causal or window or softcap) and rows >= LONG_FULL:
+        tile_n = 160
     config = ForwardConfig(
         tile_d, tile_dv, tile_m, tile_n,
-        causal=causal, ping_pong=True, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
+        causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
+        dynamic=causal and widest <= 128 and rows >= DYNAMIC_CAUSAL,
     )  # fmt: skip
     roomier = replace(config, own_output=True)
     return (roomier if roomier.smem_bytes <= SMEM_LIMIT else config).validate()

@@ -1,7 +1,8 @@
 """The consumer's side: one warpgroup's products, softmax between them, and its output.
 
 Each consumer has 64 query rows of every tile. Its main loop keeps two products in flight, S of a block and P V of the block
-before, and does its softmax under them and under the products of the other consumers (ping-pong: they take turns in issuing).
+before, and does its softmax under the latter and under the products of the other consumers (with ping-pong they take turns
+in issuing). Blocks that need no mask do without a maximum of their own: see `Consumer.finish_without_max`.
 """
 
 import enum

@@ -13,8 +13,8 @@ One CTA per SM walks over tiles of `tile_m` query rows of one head (`walk.py`). 
 Warpgroup 0 (the loads) hands its registers to the consumers by setmaxnreg. Barriers, all mbarriers in shared memory:
 
     barrier      one per              full when                        free when
-    K ring       stage                1 arrival + k_bytes              one arrival per consumer warp (of both CTAs in a cluster)
-    V ring       stage                1 arrival + v_bytes              one arrival per consumer warp (of both CTAs in a cluster)
+    K ring       stage                1 arrival + k_bytes              one arrival per consumer warp
+    V ring       stage                1 arrival + v_bytes              one arrival per consumer warp
     Q            consumer             1 arrival + its share of q_bytes q_empty_arrivals of its consumer
     mailbox      CTA                  1 arrival (the scheduler)        one arrival per warp of the other roles
 """
@@ -104,14 +104,11 @@ class ForwardSm90:
         sO_layout = hopper.make_smem_layout_epi(self.out_dtype, row_major, (WGMMA_M, cfg.head_dim_v), consumers)
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        load_kv = cpasync.CopyBulkTensorTileG2SMulticastOp() if const_expr(cfg.cluster > 1) else load
         one_tile = (None, None, 0)
         tma_Q, mQ = cpasync.make_tiled_tma_atom(load, mQ, cute.slice_(sQ_layout, one_tile), (WGMMA_M, cfg.head_dim))
-        tma_K, mK = cpasync.make_tiled_tma_atom(
-            load_kv, mK, cute.slice_(sK_layout, one_tile), (cfg.tile_n, cfg.head_dim), num_multicast=cfg.cluster
-        )
+        tma_K, mK = cpasync.make_tiled_tma_atom(load, mK, cute.slice_(sK_layout, one_tile), (cfg.tile_n, cfg.head_dim))
         tma_V, mV = cpasync.make_tiled_tma_atom(
-            load_kv, mV, cute.slice_(sV_layout, one_tile), (cfg.head_dim_v, cfg.tile_n), num_multicast=cfg.cluster
+            load, mV, cute.slice_(sV_layout, one_tile), (cfg.head_dim_v, cfg.tile_n)
         )
         tma_O, mO = cpasync.make_tiled_tma_atom(store, mO, cute.slice_(sO_layout, one_tile), (WGMMA_M, cfg.head_dim_v))
 
@@ -126,7 +123,7 @@ class ForwardSm90:
             mail_full: Int64
             mail_empty: Int64
             mail: cute.struct.MemRange[Int32, 2]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sQ_layout)], ALIGN_SWIZZLE]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(self.by_consumer(sQ_layout))], ALIGN_SWIZZLE]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sK_layout)], ALIGN_SWIZZLE]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sV_layout)], ALIGN_SWIZZLE]
             o: cute.struct.Align[
@@ -140,15 +137,15 @@ class ForwardSm90:
         scale_log2 = softmax_scale * math.log2(math.e)
         if const_expr(cfg.softcap):
             factor, scale_log2 = softmax_scale / softcap, softcap * math.log2(math.e)
-        # heads whose K and V fit in L2 together, for the dynamic walk
-        bytes_per_head = Int64(seqlen_k) * (cfg.head_dim + cfg.head_dim_v) * cfg.element_bytes
-        kv_heads = cutlass.max(Int32(Int64(L2_BYTES) // cutlass.max(bytes_per_head, Int64(1))), 1)
-        section = cutlass.min(kv_heads, mK.shape[2] * mK.shape[3]) * (mQ.shape[2] // mK.shape[2])
         # one-dimensional: the y and z limits of a grid (65,535) are within reach of heads times batch
         m_blocks = ceil_div(cute.size(mQ.shape[0]), cfg.tile_m)
-        tiles_per_unit = 2 if const_expr(cfg.cluster > 1 or (cfg.causal and not cfg.dynamic)) else 1
+        tiles_per_unit = 2 if const_expr(cfg.causal and not cfg.dynamic) else 1
         units = ceil_div(m_blocks, tiles_per_unit) * mQ.shape[2] * mQ.shape[3]
-        ctas = cutlass.min(units * cfg.cluster, max_ctas // cfg.cluster * cfg.cluster)
+        ctas = cutlass.min(units, max_ctas)
+        # the dynamic walk: heads whose K and V fit in L2 together, but three tiles for each CTA, so that they end together
+        bytes_per_head = Int64(seqlen_k) * (cfg.head_dim + cfg.head_dim_v) * cfg.element_bytes
+        kv_heads = cutlass.min(Int32(Int64(L2_BYTES) // bytes_per_head), mK.shape[2] * mK.shape[3])
+        section = cutlass.max(kv_heads * (mQ.shape[2] // mK.shape[2]), ceil_div(3 * ctas, m_blocks))
         self.kernel(
             tma_Q, mQ, tma_K, mK, tma_V, mV, tma_O, mO, mLSE, mSinks, mCounter, descales,
             sQ_layout, sK_layout, sV_layout, sO_layout,
@@ -156,7 +153,6 @@ class ForwardSm90:
         ).launch(
             grid=[ctas, 1, 1],
             block=[cfg.threads, 1, 1],
-            cluster=[cfg.cluster, 1, 1],
             smem=SharedStorage.size_in_bytes(),
             stream=stream,
             min_blocks_per_mp=1,
@@ -196,13 +192,13 @@ class ForwardSm90:
                 cpasync.prefetch_descriptor(tma)
 
         storage = cutlass.memory.SmemAllocator().allocate(self.shared_storage)
-        sQ = storage.q.get_tensor(sQ_layout.outer, swizzle=sQ_layout.inner)  # (64, d, consumer)
+        sQ = storage.q.get_tensor(self.by_consumer(sQ_layout), swizzle=sQ_layout.inner)  # (64, d, consumer)
         sK = storage.k.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (tile_n, d, stage)
         sV = storage.v.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)  # (dv, tile_n, stage)
         o_memory = storage.o if const_expr(cfg.own_output) else storage.q
-        sO = o_memory.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (64, dv, consumer)
-        K = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), cfg.stages, cfg.k_bytes, cfg.cluster)
-        V = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), cfg.stages, cfg.v_bytes, cfg.cluster)
+        sO = o_memory.get_tensor(self.by_consumer(sO_layout), swizzle=sO_layout.inner)  # (64, dv, consumer)
+        K = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), cfg.stages, cfg.k_bytes)
+        V = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), cfg.stages, cfg.v_bytes)
         q_full, q_empty, q_bytes = storage.q_full.data_ptr(), storage.q_empty.data_ptr(), cfg.q_bytes // consumers
         Q = [Ring(q_full + i, q_empty + i, 1, q_bytes) for i in range(consumers)]
         mail = storage.mail.get_tensor(cute.make_layout(1)), storage.mail_full.ptr, storage.mail_empty.ptr
@@ -215,7 +211,7 @@ class ForwardSm90:
                     cute.arch.mbarrier_init(mail_full, 1)
                     cute.arch.mbarrier_init(mail_empty, 2 + consumers * WARPS_PER_GROUP)
         cute.arch.mbarrier_init_fence()
-        self.sync()
+        cute.arch.sync_threads()
 
         walk = Walk(cfg, cute.size(mQ.shape[0]), mQ.shape[2], mQ.shape[3], section, Mailbox(*mail))
         scores = Scores(cfg, seqlen_q, mK.shape[0], scale_log2, factor, window_left, window_right)
@@ -237,17 +233,16 @@ class ForwardSm90:
             tiles = sQ[None, None, me], sK, sV, sO[None, None, me]
             consumer = self.consumer_type(cfg, self.dtype, walk, scores, me, own_Q, K, V, *tiles, descales)
             consumer.run(tma_O, mO, mLSE, mSinks)
-        if const_expr(cfg.cluster > 1):
-            self.sync()  # the other CTA may still write to this one's memory and barriers
 
-    @cute.jit
-    def sync(self):
-        """All threads of the CTA, or of the cluster."""
-        if const_expr(self.config.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+    def by_consumer(self, layout: cute.ComposedLayout) -> cute.Layout:
+        """(64, columns, consumer) of Q or O, without the swizzle. Where O takes Q's place, both of one consumer begin at the same
+        address: an O wider or narrower than Q would otherwise lie on another consumer's Q."""
+        cfg = self.config
+        if cfg.own_output or cfg.head_dim == cfg.head_dim_v:
+            return layout.outer
+        one_tile = cute.slice_(layout, (None, None, 0)).outer
+        pitch = WGMMA_M * max(cfg.head_dim, cfg.head_dim_v)
+        return cute.append(one_tile, cute.make_layout(cfg.consumer_warpgroups, stride=pitch))
 
 
 def pack_heads(x: cute.Tensor, pack: int) -> cute.Tensor:

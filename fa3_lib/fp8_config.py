@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fa3_lib.config import SHORT_CAUSAL, WARPGROUP, ForwardConfig
+from fa3_lib.config import DYNAMIC_CAUSAL, SHORT_CAUSAL, WARPGROUP, ForwardConfig
 
 KEY_GROUP = 32  # keys of one k-step of P V
 HEAD_DIMS = (64, 128, 192, 256)  # compiled head dims; TMA zero-fills the columns between
@@ -63,12 +63,19 @@ class Fp8Config(ForwardConfig):
         return self
 
 
-# (tile_m, tile_n, pv_columns, overlap) by compiled head dim, of Q and K and of V the larger one.
+# (tile_m, tile_n, pv_columns, overlap, ping_pong) by compiled head dim, of Q and K and of V the larger one: the fastest on an
+# H200 of those that fit (`python -m bench.fp8 --sweep`).
 TILES = {
-    64: (192, 128, 64, False),
-    128: (192, 128, 64, False),
-    192: (128, 128, 64, False),
-    256: (128, 128, 64, False),
+    64: (192, 128, 32, True, True),
+    128: (192, 128, 64, False, True),
+    192: (128, 128, 64, False, True),
+    256: (128, 128, 128, False, False),
+}
+ONE_LEVEL_TILES = {  # pv_columns are all that V has
+    64: (192, 128, 64, True, True),
+    128: (128, 192, 128, True, True),
+    192: (128, 128, 192, True, True),
+    256: (128, 128, 256, True, True),
 }
 
 
@@ -89,11 +96,15 @@ def fp8_config(
     `seqlen_q` counts queries. The other arguments are `Fp8Config`'s.
     """
     d, dv = (next(d for d in HEAD_DIMS if d >= x) for x in (head_dim, head_dim_v))
-    tile_m, tile_n, pv_columns, overlap = TILES[max(d, dv)]
-    if (causal or window) and seqlen_q is not None and seqlen_q * pack_gqa <= SHORT_CAUSAL:
+    tile_m, tile_n, pv_columns, overlap, ping_pong = (TILES if two_level else ONE_LEVEL_TILES)[max(d, dv)]
+    rows = float("inf") if seqlen_q is None else seqlen_q * pack_gqa
+    if (causal or window) and rows <= SHORT_CAUSAL:
         tile_m = min(tile_m, WARPGROUP)
+    if tile_m == 192 and overlap and softcap:  # 160 registers have no room for it
+        tile_m = WARPGROUP
     return Fp8Config(
         d, dv, tile_m, tile_n,
-        causal=causal, ping_pong=True, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
-        two_level=two_level, pv_columns=pv_columns if two_level else dv, overlap=overlap,
+        causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
+        dynamic=causal and max(d, dv) <= 128 and rows >= DYNAMIC_CAUSAL,
+        two_level=two_level, pv_columns=min(pv_columns, dv) if two_level else dv, overlap=overlap,
     ).validate()  # fmt: skip

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from fa3_lib.config import WGMMA_M, ForwardConfig
@@ -12,12 +12,11 @@ from fa3_lib.walk import Walk
 class Ring:
     """Stages with a full and an empty barrier each. Tiles are counted from 0; tile `i` lies in stage `i % stages`.
 
-    `stages` is 1, 2, 4 ...; `tile_bytes` is what one phase of a full barrier must see. With `ctas` of a cluster sharing
-    the tiles, each loads its slice of a tile into the memory of all, once the stage is free in all.
+    `stages` is 1, 2, 4 ...; `tile_bytes` is what one phase of a full barrier must see.
     """
 
-    def __init__(self, full: cute.Pointer, empty: cute.Pointer, stages: int, tile_bytes: int, ctas: int = 1):
-        self.full, self.empty, self.stages, self.tile_bytes, self.ctas = full, empty, stages, tile_bytes, ctas
+    def __init__(self, full: cute.Pointer, empty: cute.Pointer, stages: int, tile_bytes: int):
+        self.full, self.empty, self.stages, self.tile_bytes = full, empty, stages, tile_bytes
 
     def stage(self, tile: Int32) -> Int32:
         return tile & (self.stages - 1)
@@ -35,10 +34,7 @@ class Ring:
         )  # passes at once the first time: no phase has ended yet
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
-        if const_expr(self.ctas > 1):
-            cute.copy(atom, source, target[None, stage], tma_bar_ptr=full, mcast_mask=cutlass.Int16(2**self.ctas - 1))
-        else:
-            cute.copy(atom, source, target[None, stage], tma_bar_ptr=full)
+        cute.copy(atom, source, target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
     def wait(self, tile: Int32):
@@ -47,14 +43,9 @@ class Ring:
 
     @cute.jit
     def release(self, tile: Int32):
-        """The consumer's, one arrival per warp in each CTA: the stage of `tile` may be overwritten."""
-        empty = self.empty + self.stage(tile)
+        """The consumer's, one arrival per warp: the stage of `tile` may be overwritten."""
         with cute.arch.elect_one():
-            if const_expr(self.ctas > 1):
-                for cta in cutlass.range_constexpr(self.ctas):
-                    cute.arch.mbarrier_arrive(empty, peer_cta_rank_in_cluster=cta)
-            else:
-                cute.arch.mbarrier_arrive(empty)
+            cute.arch.mbarrier_arrive(self.empty + self.stage(tile))
 
 
 def init_rings(rings, full_arrivals: int, empty_arrivals: int):
@@ -62,14 +53,14 @@ def init_rings(rings, full_arrivals: int, empty_arrivals: int):
     for ring in rings:
         for stage in range(ring.stages):
             cute.arch.mbarrier_init(ring.full + stage, full_arrivals)
-            cute.arch.mbarrier_init(ring.empty + stage, empty_arrivals * ring.ctas)
+            cute.arch.mbarrier_init(ring.empty + stage, empty_arrivals)
 
 
-def partition_tma(atom, smem, gmem, ctas: int = 1):
-    """(smem, gmem) with the tile in one mode, as `cute.copy` of a TMA atom wants them; with several CTAs this one's slice."""
-    rank = cute.arch.block_idx_in_cluster() if ctas > 1 else 0
-    tile = cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
-    return cpasync.tma_partition(atom, rank, cute.make_layout(ctas), *tile)
+def partition_tma(atom, smem, gmem):
+    """(smem, gmem) with the tile in one mode, as `cute.copy` of a TMA atom wants them; no multicast."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+    )
 
 
 class Loads:
@@ -91,8 +82,8 @@ class Loads:
             m_block, head, batch = self.walk.tile(index)
             gK = cute.local_tile(mK[None, None, head // group, batch], (cfg.tile_n, cfg.head_dim), (None, 0))
             gV = cute.local_tile(mV[None, None, head // group, batch], (cfg.head_dim_v, cfg.tile_n), (0, None))
-            tKsK, tKgK = partition_tma(tma_K, sK, gK, cfg.cluster)
-            tVsV, tVgV = partition_tma(tma_V, sV, gV, cfg.cluster)
+            tKsK, tKgK = partition_tma(tma_K, sK, gK)
+            tVsV, tVgV = partition_tma(tma_V, sV, gV)
             first, end = self.scores.key_range(m_block)
             for j in cutlass.range(end - first, unroll=1):
                 n = end - 1 - j

@@ -3,11 +3,10 @@
 Three walks, by `ForwardConfig`:
 
     plain       tiles of one head are neighbours, so that they share K and V in L2; CTA i takes i, i + ctas, ...
-                With clusters, two neighbouring m_blocks make one unit, one for each CTA of a cluster.
     pairs       (causal) tiles differ in length: a CTA takes a long one and its short mirror image (the last rows and the
                 first, and so on) one after the other; every pair is equally long.
     dynamic     (causal) a warp of each CTA takes the number of the next tile from a counter in global memory. The long ones
-                come first, within sections of heads whose K and V fit in L2 together.
+                come first, within sections of heads whose K and V fit in L2 together (`ForwardSm90.launch`).
 
 A place in the walk is an Int32, `index`: `first()`, then `next(index)` while `index < end`; `tile(index)` says what it is.
 """
@@ -30,21 +29,18 @@ class Walk:
         self.section = section  # heads that the dynamic walk keeps together
         self.mailbox = mailbox  # of the dynamic walk
         pairs = config.causal and not config.dynamic
-        self.tiles_per_unit = 2 if pairs or config.cluster > 1 else 1
-        self.units_per_head = ceil_div(self.m_blocks, self.tiles_per_unit)
+        self.units_per_head = ceil_div(self.m_blocks, 2) if pairs else self.m_blocks
         units = self.units_per_head * self.sequences
         self.end = 2 * units if pairs else units
 
     @cute.jit
     def first(self) -> Int32:
         cta = cute.arch.block_idx()[0]
-        if const_expr(self.config.cluster > 1):
-            return cta // self.config.cluster
         return 2 * cta if const_expr(self.config.causal and not self.config.dynamic) else cta
 
     @cute.jit
     def next(self, index: Int32, taken: Int32) -> Int32:
-        """The place after `index`; `taken` places were taken before it (the dynamic walk counts phases by it)."""
+        """The place after `index`, before which this warp took `taken` others (the dynamic walk counts phases by it)."""
         ctas = cute.arch.grid_dim()[0]
         following = index
         if const_expr(self.config.dynamic):
@@ -54,12 +50,12 @@ class Walk:
             partner = (index & 1) == 0 and 2 * (index // 2 % self.units_per_head) + 1 < self.m_blocks
             following = index + 1 if partner else (index // 2 + ctas) * 2
         else:
-            following = index + ctas // self.config.cluster
+            following = index + ctas
         return following
 
     @cute.jit
     def tile(self, index: Int32):
-        """(m_block, head, batch); m_block may lie behind the last one in the second CTA of a cluster."""
+        """(m_block, head, batch)."""
         if const_expr(self.config.dynamic):
             section = index // (self.section * self.m_blocks)
             rest = index % (self.section * self.m_blocks)
@@ -69,11 +65,9 @@ class Walk:
         elif const_expr(self.config.causal):
             unit = index >> 1
             short, sequence = unit % self.units_per_head, unit // self.units_per_head
-            m_block = short if index & 1 else self.m_blocks - 1 - short
+            m_block = short + (1 - (index & 1)) * (self.m_blocks - 1 - 2 * short)  # even: the long tile of a pair
         else:
             m_block, sequence = index % self.units_per_head, index // self.units_per_head
-            if const_expr(self.config.cluster > 1):
-                m_block = self.config.cluster * m_block + cute.arch.block_idx_in_cluster()
         return m_block, sequence % self.heads, sequence // self.heads
 
 

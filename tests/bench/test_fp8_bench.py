@@ -28,7 +28,7 @@ def test_without_a_card_it_says_so(capsys):
 def test_the_sweep_holds_the_chosen_tiles(d):
     tried = [v.config for v in fp8.variants(d, False) if not v.problem]
     assert len(tried) >= 5 and len(set(tried)) == len(tried)
-    assert TILES[d] in [(c.tile_m, c.tile_n, c.pv_columns, c.overlap) for c in tried]
+    assert TILES[d] in [(c.tile_m, c.tile_n, c.pv_columns, c.overlap, c.ping_pong) for c in tried]
 
 
 def test_parts_of_the_call_give_its_output():

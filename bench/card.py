@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 import platform
 import statistics
 import subprocess
@@ -153,7 +154,7 @@ def version(*packages: str) -> str | None:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """(commit, whether tracked files differ from it), (None, None) outside a git checkout."""
+    """(commit, whether tracked files differ from it); outside a git checkout the commit that FA3_BENCH_COMMIT names, or None."""
     try:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
@@ -167,7 +168,7 @@ def git_state() -> tuple[str | None, bool | None]:
             timeout=20,
         )
     except (OSError, subprocess.SubprocessError):
-        return None, None
+        return os.environ.get("FA3_BENCH_COMMIT"), None
     return commit.stdout.strip(), bool(status.stdout.strip())
 
 

@@ -358,19 +358,25 @@ def test_refusals_name_what_is_wrong():
 
 @seeded
 def test_errors_have_the_size_of_the_papers_table_3(seed):
-    """Per tensor 2.4e-2, with block scales and rotation 9.1e-3 (FA3 paper, table 3, sizes not stated)."""
+    """Per tensor 2.4e-2, with block scales and rotation 9.1e-3 (FA3 paper, table 3, sizes not stated).
+
+    The squared error of a draw hangs on its few outliers: means are those of logarithms, whose standard deviation over draws is
+    0.3 (of the ratio of both recipes: 0.2). The bounds stand more than four standard deviations of a mean of 16 away; without the
+    rotation the ratio is 0.92.
+    """
     rng = np.random.default_rng(seed)
     plain = fp8.Recipe(scales="tensor")
     both = fp8.Recipe(scales="block", two_level=True, rotation=seed)
-    squares = {plain: [], both: []}
-    for _ in range(3):
-        q, k, v = (rng.standard_normal((1, n, 1, 64)) for n in (256, 1024, 1024))
+    log_rms = {plain: [], both: []}
+    for _ in range(16):
+        q, k, v = (rng.standard_normal((1, n, 1, 64)) for n in (128, 1024, 1024))
         q, k, v = (x + 10 * rng.standard_normal(x.shape) * (rng.random(x.shape) < 1e-3) for x in (q, k, v))
         want, _ = truth(q, k, v)
-        for recipe, found in squares.items():
-            found.append(((fp8.attention(q, k, v, recipe=recipe)[0] - want) ** 2).mean())
-    rms = {recipe: np.sqrt(np.mean(found)) for recipe, found in squares.items()}
-    assert 0.3 < rms[plain] / 2.4e-2 < 2 and 0.3 < rms[both] / 9.1e-3 < 2
+        for recipe, found in log_rms.items():
+            error = fp8.attention(q, k, v, recipe=recipe)[0] - want
+            found.append(np.log((error**2).mean()) / 2)
+    rms = {recipe: np.exp(np.mean(found)) for recipe, found in log_rms.items()}
+    assert 0.5 < rms[plain] / 2.4e-2 < 2 and 0.5 < rms[both] / 9.1e-3 < 2
     assert rms[both] < 0.8 * rms[plain]
 
 

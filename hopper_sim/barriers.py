@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hopper_sim.faults import Fault, Kind, Site, here, misuse
 from hopper_sim.memory import VectorClock, join
 
@@ -179,9 +181,9 @@ class Mbarrier:
 
 
 class NamedBarrier:
-    """One of the hardware barriers 1..15 (bar.sync / bar.arrive): it completes when `threads` threads have come.
+    """One of the hardware barriers 1..15 (bar.sync / bar.arrive / bar.red): it completes when `threads` threads have come.
 
-    `sync` comes and waits, `arrive` comes and goes on; the hardware counts threads and does not ask whose they are. At the end `left_over` threads must be left in it: 0, except where a
+    `sync` comes and waits, `vote` also learns what the others say, `arrive` comes and goes on; the hardware counts threads and does not ask whose they are. At the end `left_over` threads must be left in it: 0, except where a
     turn is handed over once more than it is taken. Raises `Fault` for an id outside 1..15 or a bad thread count.
     """
 
@@ -201,6 +203,7 @@ class NamedBarrier:
         self.waiters: list[Waiting] = []
         self.arrivers: set[str] = set(by)
         self.generation = 0
+        self.found = False  # whether a condition of a vote holds in some thread that has come
         self._incoming: VectorClock = {}
 
     def arrive(self) -> None:
@@ -209,7 +212,7 @@ class NamedBarrier:
         known = role.release()
 
         def arrived() -> None:
-            self._come(role, "arrives", known, site)
+            self._come(role, role.threads, "arrives", known, site)
             self._maybe_complete()
 
         backlog = role.issued_until - self.sm.clock.now
@@ -221,7 +224,25 @@ class NamedBarrier:
     def sync(self) -> "Waiting":
         """Awaitable: all threads of the role arrive and wait for the others."""
         role = self._enter("syncs")
-        self._come(role, "syncs", role.release(), here())
+        return self._wait(role, role.threads, "syncs")
+
+    def vote(self, conditions: np.ndarray) -> "Waiting":
+        """Awaitable: as `sync`, and gives whether one of the conditions holds, of all threads that come (bar.red.or).
+
+        Args:
+            conditions: bool, one for each thread of the role: or fewer, where some of its warps stay away.
+        """
+        role = self._enter("votes")
+        conditions = np.asarray(conditions, dtype=bool).reshape(-1)
+        if not len(conditions) or len(conditions) % 32 or len(conditions) > role.threads:
+            raise misuse(
+                f"{self.name}.vote: {len(conditions)} conditions; one per thread of whole warps, up to {role.threads}"
+            )
+        self.found |= bool(conditions.any())
+        return self._wait(role, len(conditions), "votes")
+
+    def _wait(self, role: "Role", threads: int, verb: str) -> "Waiting":
+        self._come(role, threads, verb, role.release(), here())
 
         def start(waiting: "Waiting") -> None:
             self.waiters.append(waiting)
@@ -237,12 +258,12 @@ class NamedBarrier:
             raise misuse(f"{role.name} {verb} on {self.name}, which was made for {', '.join(self.by)} only (by=)")
         return role
 
-    def _come(self, role: "Role", verb: str, known: VectorClock, site: Site) -> None:
-        total = sum(self.come.values()) + role.threads
+    def _come(self, role: "Role", threads: int, verb: str, known: VectorClock, site: Site) -> None:
+        total = sum(self.come.values()) + threads
         if total > self.threads:
             text = f"{role.name} {verb} on {self.name}, which takes {self.threads} threads and has {self.state()}: one arrive too many, or a sync is missing"
             raise Fault(Kind.UNBALANCED_BARRIER, text, site)
-        self.come[role.name] = self.come.get(role.name, 0) + role.threads
+        self.come[role.name] = self.come.get(role.name, 0) + threads
         self.arrivers.add(role.name)
         join(self._incoming, known)
 
@@ -251,7 +272,9 @@ class NamedBarrier:
             return
         self.generation += 1
         waiters, self.waiters, self.come = self.waiters, [], {}
+        found, self.found = self.found, False
         for waiting in waiters:
+            waiting.value = found
             join(waiting.role.clock, self._incoming)
             waiting.finish(self.sm.machine.barrier_latency)
         self._incoming = {}

@@ -64,10 +64,10 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
     def _explain_overwrite(earlier: Access, now: Access) -> tuple[Kind, str] | None:
         writer, reader = now.role, earlier.role
         fill = fill_barrier(earlier)
-        stale = reader.last_wait.get(fill)
-        if stale is not None and stale.news != "new":
-            text = f". {reader.name}'s {fill}.wait({stale.phase}) passed on a phase that it had already seen"
-            return Kind.WRONG_PHASE, f"{text}\n  that wait: {stale.site}"
+        seen = reader.last_wait.get(fill)
+        if seen is not None and seen.news != "new":
+            text = f". {reader.name}'s {fill}.wait({seen.phase}) passed on a phase that it had already seen"
+            return Kind.WRONG_PHASE, f"{text}\n  that wait: {seen.site}"
         bar, wait = _guard(now)
         if bar is None:
             return Kind.OVERWRITE_BEFORE_FREE, f": {writer.name} has waited for no barrier that says the tile is free"
@@ -77,7 +77,11 @@ def explain_conflict(sm: "SM") -> Callable[[Access, Access], tuple[Kind, str] | 
         if wait.news == "fresh":
             return None
         # did the reader arrive for this use of the tile in the phase that the writer saw complete?
-        if wait.arrivals.get(reader.name, 0) > earlier.op:
+        arrival = wait.arrivals.get(reader.name, 0)
+        if seen is not None and seen.op < arrival < earlier.op:
+            text = f": {reader.name} had arrived on {bar.name}, and read the tile once more"
+            return Kind.OVERWRITE_BEFORE_FREE, text
+        if arrival > earlier.op:
             return Kind.OVERWRITE_BEFORE_FREE, f": {reader.name} arrived on {bar.name} before its read was over"
         if reader.name in bar.arrivers:
             return Kind.TOO_MANY_ARRIVALS, f". {_without(bar, wait, reader)}"

@@ -1,4 +1,4 @@
-"""Number formats as bytes: f32, f16, bf16, e4m3, e5m2. Shared memory and tensors hold real bytes, so byte counts are true.
+"""Number formats as bytes: f32, f16, bf16, e4m3, e5m2, and i32 for counters. Shared memory and tensors hold real bytes, so byte counts are true.
 
 Poison is 0xFF in every byte: it reads as NaN in f32, f16, bf16, e4m3 and e5m2 alike.
 """
@@ -7,7 +7,7 @@ import numpy as np
 
 from hopper_sim.faults import misuse
 
-STORAGE = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "e4m3": np.uint8, "e5m2": np.uint8}
+STORAGE = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "e4m3": np.uint8, "e5m2": np.uint8, "i32": np.int32}
 POISON = 0xFF
 
 
@@ -57,7 +57,7 @@ def encode(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def decode(stored: np.ndarray, dtype: str) -> np.ndarray:
-    """The stored elements as float32, exactly."""
+    """The stored elements as float32, exactly (i32: up to 2**24)."""
     if dtype == "bf16":
         return (stored.astype(np.uint32) << 16).view(np.float32)
     if dtype in _FP8:

@@ -278,6 +278,21 @@ class Role:
         waiting.value = filled
         return waiting
 
+    def atomic_add(self, tensor: GlobalTensor, at: tuple[int, ...], value: int) -> Waiting:
+        """Awaitable: adds to one element of an i32 tensor that CTAs share; gives what it held before."""
+        self.sm.enter(self)
+        if tensor.dtype != "i32" or len(at) != len(tensor.shape):
+            raise misuse(
+                f"atomic_add: {tensor.name} is {tensor.dtype} {tensor.shape}; an element of an i32 tensor is added to"
+            )
+
+        def start(waiting: Waiting) -> None:
+            waiting.value = int(tensor.stored[at])
+            tensor.stored[at] += value
+            waiting.finish(self.sm.machine.global_latency)
+
+        return self.waiting("atomic", start, kind="work")
+
     # --- bookkeeping ---------------------------------------------------------------------------------------------------
 
     def waiting(

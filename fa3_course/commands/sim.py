@@ -11,7 +11,7 @@ MOST_BLOCKS = 4096  # (query tile, key tile) pairs; more takes minutes in NumPy 
 
 
 def sim(
-    rung: Annotated[str, typer.Argument(help="3, 4, 5, 6, 7, 7b, 8, 10 or 11.")],
+    rung: Annotated[str, typer.Argument(help="3, 4, 5, 6, 7, 7b, 8, 9, 10 or 11.")],
     d: Annotated[int, typer.Option("--d", help="Head dim, a multiple of 8 up to 256.")] = 128,
     seqlen: Annotated[int, typer.Option(min=1, help="Queries; also keys, unless --seqlen-k says otherwise.")] = 1024,
     seqlen_k: Annotated[int | None, typer.Option(min=1, help="Keys.")] = None,

@@ -64,7 +64,8 @@ RUNGS = {
     "6": SimulatedRung("rung06", "ping-pong", {"tile_m": 128, "ping_pong": True}),
     "7": SimulatedRung("rung07", "softmax under PV", {"tile_m": 128, "ping_pong": True}),
     "7b": SimulatedRung("rung07b", "overlap without warp specialisation", {"tile_m": 128}),
-    "8": SimulatedRung("rung08", "persistent, the library's kernel", {}, persistent=True),
+    "8": SimulatedRung("rung08", "persistent", {"dynamic": False}, persistent=True),
+    "9": SimulatedRung("rung09", "dynamic tiles, blocks without a maximum: the library's kernel", {}, persistent=True),
     "10": SimulatedRung("rung10", "FP8", {"tile_m": 128, "ping_pong": True, "element_bytes": 1}, fp8=True),
     "11": SimulatedRung("rung10", "FP8, two-level", {"tile_m": 128, "ping_pong": True, "element_bytes": 1}, fp8=True),
 }
@@ -99,10 +100,11 @@ def configuration(
     if number == "11" and head_dim > 128:
         text = f"rung 11 keeps a second accumulator as wide as O: for head_dim {head_dim} both need more registers than a thread has"
         raise ValueError(f"{text}; take head_dim up to 128, or rung 10")
-    r, tile_d = rung(number), next(d for d in HEAD_DIMS if d >= head_dim)
+    r = rung(number)
     if r.persistent:
-        config = forward_config(head_dim, head_dim, causal, seqlen_q)
+        config = replace(forward_config(head_dim, head_dim, causal, seqlen_q), **r.changes)
     else:
+        tile_d = next(d for d in TILE_N if d >= head_dim)
         tile_n = TILE_N_8BIT if r.fp8 else TILE_N[tile_d]
         config = ForwardConfig(tile_d, tile_d, tile_n=tile_n, causal=causal, **r.changes)
     config = replace(config, **changes)
@@ -140,7 +142,12 @@ def make_problem(
     lse = GlobalTensor.output("LSE", (b, h, sq), "f32")
     if not rung(number).fp8:
         inputs = (GlobalTensor.input(name, x, dtype) for name, x in (("Q", q), ("K", k), ("V", v)))
-        return parts.Problem(config, *inputs, GlobalTensor.output("O", q.shape, dtype), lse, scale)
+        out = GlobalTensor.output("O", q.shape, dtype)
+        if number == "9":
+            from fa3_course.simulated import rung09
+
+            return rung09.Problem9(config, *inputs, out, lse, scale)
+        return parts.Problem(config, *inputs, out, lse, scale)
 
     from fa3_course.simulated import rung10
 
@@ -187,7 +194,12 @@ def run(
     Raises `hopper_sim.Fault` with the verdict when the kernel is broken (`build` may be a broken one).
     """
     r = rung(number)
-    grid = [(problem, *problem.walk(cta=0, ctas=1))] if r.persistent else [(problem, tile) for tile in problem.tiles()]
+    if number == "9":
+        grid = [(problem, 0, 1)]
+    elif r.persistent:
+        grid = [(problem, *problem.walk(cta=0, ctas=1))]
+    else:
+        grid = [(problem, tile) for tile in problem.tiles()]
     outputs = (problem.out, problem.lse)
     report = launch(build or r.build, grid, outputs, machine, seed, ctas_per_sm)
     return Result(problem.out.numpy(), problem.lse.numpy(), report, problem)

@@ -124,8 +124,8 @@ def make_tiles(sm: SM, p: Problem, loader: str = "producer", q_loader: str = "")
     )
 
 
-def make_turns(sm: SM, config: ForwardConfig) -> list[NamedBarrier]:
-    """Ping-pong: barrier i says that consumer i may issue its GEMMs; it waits there, and the one before it arrives there.
+def make_turns(sm: SM, config: ForwardConfig, first: int = 1) -> list[NamedBarrier]:
+    """Ping-pong: barrier `first` + i says that consumer i may issue its GEMMs; it waits there, the one before it arrives there.
 
     None when the configuration does not want turns, or there is nobody to take turns with.
     """
@@ -137,7 +137,9 @@ def make_turns(sm: SM, config: ForwardConfig) -> list[NamedBarrier]:
         before = names[i - 1]
         # consumer 0 opens the first turn for itself, so its barrier is left with one arrival
         left_over = 128 if i == 0 else 0
-        turns.append(sm.named_barrier(1 + i, threads=256, name=f"TURN_WG{i}", by=(before, name), left_over=left_over))
+        turns.append(
+            sm.named_barrier(first + i, threads=256, name=f"TURN_WG{i}", by=(before, name), left_over=left_over)
+        )
     return turns
 
 

@@ -44,7 +44,7 @@ def test_eight_bit_formats_saturate_and_keep_nan():
     np.testing.assert_array_equal(got, [448.0, -448.0, 448.0, np.nan])
 
 
-@pytest.mark.parametrize("dtype", formats.STORAGE)
+@pytest.mark.parametrize("dtype", [name for name in formats.STORAGE if name != "i32"])
 def test_poison_is_nan(dtype):
     raw = np.full(16 * formats.element_bytes(dtype), formats.POISON, dtype=np.uint8)
     assert np.isnan(formats.decode(raw.view(formats.STORAGE[dtype]), dtype)).all()

@@ -182,7 +182,7 @@ def test_the_command_prints_and_writes(tmp_path):
 @pytest.mark.parametrize(
     "arguments, complaint",
     [
-        (["9"], "rung 9 has no simulated kernel"),
+        (["2"], "rung 2 has no simulated kernel"),
         (["5", "--d", "12"], "multiple of 8"),
         (["5", "--stages", "8"], "shared memory exceeded"),
         (["5", "--tma-latency", "-1"], "tma_latency = -1.0 must not be negative"),

@@ -170,8 +170,7 @@ def markdown(table: Ladder) -> str:
     lines.append(
         f"TFLOP/s (share of the same run's cuBLAS: {yardstick or 'not measured'}) at sequence length {table.seqlen}; forward, "
         f"kernel time. {run.gpu}, driver {run.driver}, CUDA {run.cuda}, PyTorch {run.torch}, {run.date[:10]}{commit}. "
-        "Error: relative, against fp64. Host: one eager call on a tiny shape. A dash: not run at this length (the NumPy rung runs "
-        "on a CPU, rung 0 where its scores fit into memory)."
+        "Error: relative, against fp64. Host: one eager call on a tiny shape. A dash: not measured in this run."
     )
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from fa3_lib.config import forward_config
 from tests.fa3_lib.large_weights import KINDS, ROWS, add_courses, an_integer, assert_close_to_truth
 
 GPU = pytest.mark.gpu
+PLACES = [("cpu", 64), *(pytest.param("cuda", d, marks=GPU) for d in (64, 128, 256))]
 DTYPES = (torch.float16, torch.bfloat16)
 MASKS = {
     "full": {},
@@ -45,9 +46,8 @@ def check(q, k, v, **arguments):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("dtype", DTYPES, ids=("fp16", "bf16"))
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=GPU)))
+@pytest.mark.parametrize("device, d", PLACES)
 def test_scores_that_jump(device, dtype, d, mask):
     """One query and ragged tiles of them, rows whose first keys lie in a block without a mask (tile_n - 1, 63), 30 blocks."""
     tile_n = forward_config(d, d, False).tile_n
@@ -85,9 +85,8 @@ def spoil(x, garbage):
 
 
 @pytest.mark.parametrize("arguments", ({}, {"causal": True}, {"causal": True, "pack_gqa": True}), ids=str)
-@pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("kind", (None, "anywhere"))
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=GPU)))
+@pytest.mark.parametrize("device, d", PLACES)
 def test_rows_know_nothing_of_each_other(device, kind, d, arguments):
     """One row's query, scaled by 100 or spoiled: its tile computes S once more, and all other bits stay."""
     tile_n = forward_config(d, d, False).tile_n
@@ -110,8 +109,7 @@ def test_rows_know_nothing_of_each_other(device, kind, d, arguments):
         assert torch.equal(new_out, out) and torch.equal(new_lse, lse), f"{garbage} in row {row}"
 
 
-@pytest.mark.parametrize("d", (64, 128, 256))
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=GPU)))
+@pytest.mark.parametrize("device, d", PLACES)
 def test_rows_without_keys_are_empty_whatever_their_queries_hold(device, d):
     sq, sk = (700, 500) if device == "cuda" else (90, 40)
     for garbage in ("times 100", torch.nan, torch.inf):

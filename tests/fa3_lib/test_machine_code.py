@@ -1,4 +1,6 @@
-"""What ptxas made of every configuration that `flash_attn_func` can choose. No GPU needed."""
+"""What ptxas made of the configurations that `flash_attn_func` can choose. No GPU needed."""
+
+import re
 
 import pytest
 import torch
@@ -8,30 +10,68 @@ from fa3_lib import config as c
 
 forward_sm90 = pytest.importorskip("fa3_lib.forward_sm90", reason="nvidia-cutlass-dsl has wheels for Linux only")
 
-CONFIGS = sorted(
-    {c.forward_config(d, d, causal, sq) for d in c.HEAD_DIMS for causal in (False, True) for sq in (64, None)}, key=str
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+SHORT = {"seqlen_q": 64}
+EVERYTHING = {"softcap": True, "sinks": True, "pack_gqa": 8}
+# every head dim in these, and beside them what has the fewest registers left: (name, features of forward_config, head dims)
+FEATURES = (
+    ("full", {}, HEAD_DIMS),
+    ("causal-short-softcap", {"causal": True, "softcap": True, **SHORT}, HEAD_DIMS),
+    ("window-short-everything", {"window": True, **EVERYTHING, **SHORT}, HEAD_DIMS),
+    ("window-sinks", {"window": True, "sinks": True}, HEAD_DIMS[:3]),  # longer tiles than short sequences have
+    ("causal-packed-sinks", {"causal": True, "pack_gqa": 8, "sinks": True}, HEAD_DIMS[:3]),  # dynamic
+    ("softcap", {"softcap": True}, HEAD_DIMS[:1]),
 )
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CASES = [
+    pytest.param(*dims, features, DTYPES[dtype], id=f"d{dims[0]}-{dims[1]}-{name}-{dtype}")
+    for i, (name, features, head_dims) in enumerate(FEATURES)
+    for j, dims in enumerate(head_dims)
+    for dtype in [("bf16", "fp16")[(i + j) % 2]]
+]
+
+
+def boxes(columns):
+    """TMA instructions of one tile: a box is one swizzled row wide, 128 or 64 bytes."""
+    return 2 * columns // next(width for width in (128, 64) if 2 * columns % width == 0)
 
 
 @pytest.mark.filterwarnings("ignore:This static loop has")
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16", "fp16"))
-@pytest.mark.parametrize(
-    "config", CONFIGS, ids=lambda k: f"d{k.head_dim}-m{k.tile_m}-{'causal' if k.causal else 'full'}"
-)
-def test_machine_code(config, dtype):
-    (report,) = sass.compile_report(lambda options: forward_sm90.compile_forward(config, dtype, options))
+@pytest.mark.parametrize("d, dv, features, dtype", CASES)
+def test_machine_code(d, dv, features, dtype):
+    config, cubins = c.forward_config(d, dv, **{"causal": False, **features}), []
+
+    def compile_it(options):
+        compiled = forward_sm90.compile_forward(config, dtype, options)
+        cubins.append(compiled.__cubin__)
+        return compiled
+
+    (report,) = sass.compile_report(compile_it)
     assert report.problems() == []  # no spill, no stack, no local memory, no ptxas advisory
     # at launch the register file is shared evenly; setmaxnreg then moves registers to the consumers
     assert report.registers == c.REGISTER_FILE // config.threads // 8 * 8
     assert report.count("USETMAXREG") == 2
     assert config.q_and_o_bytes < report.smem <= config.smem_bytes
 
-    # S = Q K^T stands in the code three times (first block, masked, unmasked), O += P V as well (masked, unmasked, last)
-    k_steps = config.head_dim // 16 + config.tile_n // 16
-    assert report.count("HGMMA") == 3 * k_steps
-    # one TMA instruction per 64 columns: the consumers' Q, K, V; and O
-    slabs = config.head_dim // 64
-    assert report.count("UTMALDG") == slabs * (config.consumer_warpgroups + 2)
-    assert report.count("UTMASTG") == slabs
-    # one exponential per score and thread, and two row scales, in each of the three softmaxes
-    assert report.count("MUFU.EX2") == 3 * (config.tile_n // 2 + 2)
+    # S = Q K^T stands in the code for the first block, masked ones (at either side), unmasked ones, and those computed again;
+    # O += P V for masked, unmasked and last ones
+    left = 1 if config.window else 0
+    assert report.count("HGMMA") == (4 + left) * config.head_dim // 16 + (3 + left) * config.tile_n // 16
+    half = config.tile_n // 2  # scores of a thread in one block
+    exponentials = (4 + left) * half  # each S is followed by its own, and
+    exponentials += 2 * (3 + left)  # by the factors of two rows, but for weights that keep the maximum
+    of_sinks = report.count("MUFU.EX2") - exponentials
+    assert of_sinks in ((4, 6) if config.sinks else (0,))  # two for each of two rows; at times ptxas doubles one
+    assert report.count("MUFU.TANH") == ((4 + left) * half if config.softcap else 0)
+    assert report.count("UTMALDG") == boxes(config.head_dim) * (config.consumer_warpgroups + 1) + boxes(
+        config.head_dim_v
+    )
+    assert report.count("UTMASTG") == boxes(config.head_dim_v)
+
+    # the block without a maximum: from its products to the vote, exponentials and no comparison of scores
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass.disassemble(cubins[0]))
+    (vote,) = [i for i, name in enumerate(opcodes) if name.startswith("BAR.RED")]
+    products = max(i for i in range(vote) if opcodes[i].startswith("HGMMA"))
+    between = opcodes[products:vote]
+    assert sum(name.startswith("MUFU.EX2") for name in between) == half
+    assert not [name for name in between if name.startswith(("FMNMX", "SHFL"))]

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fa3_course import paths, results, rungs
+from fa3_course import comparison, paths, results, rungs
 from fa3_course.results import Row, Run
 
 PEERS = ("fa2", "cudnn", "fa3", "fa4")  # they stand after the course's own kernels
@@ -188,6 +188,11 @@ def readme_block(run: Run | None) -> str:
         body = "No run is stored yet: `fa3 bench` on a Hopper writes one, then `fa3 ladder --readme` fills this place."
     else:
         body = f"![The measured ladder]({PLOT})\n\n{markdown(ladder(run))}"
+        if every_shape := comparison.markdown(run):
+            body += (
+                f"\n\n{comparison.summary(run)}\n\n<details><summary>Every shape, every peer (TFLOP/s)</summary>\n\n"
+            )
+            body += f"{every_shape}\n\n</details>"
     return f"<!-- ladder:begin, written by `fa3 ladder --readme` -->\n{body}\n<!-- ladder:end -->"
 
 

@@ -259,6 +259,8 @@ def forward_config(
         tile_m = min(tile_m, 128)
     if tile_m == 192 and (softcap or (window and widest > 64)):  # 160 registers have no room for it
         tile_m = 128
+    if widest == 192 and window and pack_gqa > 1:  # 240 registers have no room for 112 keys with all of this
+        tile_n = 96
     if (tile_d, tile_dv) == (128, 128) and not (causal or window or softcap) and rows >= LONG_FULL:
         tile_n = 160
     config = ForwardConfig(

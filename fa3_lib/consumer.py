@@ -233,7 +233,8 @@ class Consumer:
     def finish_without_max(self, state, block, scale_log2, factor):
         """The softmax of a block that every row sees, with the maximum of the blocks before it.
 
-        Any number near the maximum serves as well: it cancels, and weights above 1 are as exact as those below. So neither
+        Any number near the maximum serves as well: it cancels, and weights above 1 are as exact as those below. (Only the
+        largest weight is no longer exactly 1: a row that one key dominates is off by P's rounding, 2^-9 in bf16.) So neither
         maximum nor rescaling is on the way, as long as no weight grows too large. Where one does, S is computed once more,
         and the rows concerned get their maximum; a row's bits depend on that row alone.
         """

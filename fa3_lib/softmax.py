@@ -152,7 +152,8 @@ def raise_max(
             new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=offset))
             excess = cute.arch.fmax(excess, cute.arch.shuffle_sync_bfly(excess, offset=offset))
         row_max[r] = new_max if excess > 0.0 else old_max
-        shrink[r] = cute.math.exp2(old_max * scale_log2 - row_max[r] * scale_log2, fastmath=True)
+        # the difference first: where nothing changed it is exactly 0, whatever a fused multiply-add would make of two products
+        shrink[r] = cute.math.exp2((old_max - row_max[r]) * scale_log2, fastmath=True)
     return shrink
 
 

@@ -71,7 +71,7 @@ def add_courses(q: torch.Tensor, k: torch.Tensor, kind: str, rows: str, tile_n: 
 
 
 def assert_close_to_truth(out, lse, q, k, v, **mask) -> None:
-    """`masked_truth`'s rule, and without softcap a narrower one: twice the error of weights and outputs rounded once.
+    """`masked_truth`'s rule, and without softcap a narrower one: three times the error of weights and outputs rounded once.
 
     Scores of hundreds, rounded to 16 bits, are off by whole nats: `masked_truth`'s same-precision computation then allows much.
     Weights are relative to a maximum of earlier blocks, so that even the largest is rounded: hence the factors.
@@ -90,6 +90,6 @@ def assert_close_to_truth(out, lse, q, k, v, **mask) -> None:
     bound = 2.0**-20
     for factor in (2 ** (torch.arange(8) / 8 + 0.03)).tolist():
         rounded = ((weights * factor).to(q.dtype).float() @ vt.float() / factor).to(q.dtype).transpose(1, 2)
-        bound = max(bound, 2 * (rounded.double() - truth).abs().max().item())
+        bound = max(bound, 3 * (rounded.double() - truth).abs().max().item())
     error = (out.double() - truth).abs().max()
-    assert error <= bound, f"out: error {error:.3e}, with weights rounded once {bound / 2:.3e}"
+    assert error <= bound, f"out: error {error:.3e}, with weights rounded once {bound / 3:.3e}"

@@ -14,7 +14,7 @@
 # %% [markdown]
 # # Chapter 3: ping-pong and overlap
 #
-# *90 minutes. Runs on any laptop; a Hopper is used if there is one.*
+# *90 minutes, and 30 more for section 13. Runs on any laptop; a Hopper is used if there is one.*
 #
 # Chapter 2 ended with a kernel whose two consumer warpgroups meet at the tensor cores by accident. This chapter arranges who works
 # when, which is what FlashAttention-3 is known for, and then looks for what is left:
@@ -25,6 +25,7 @@
 # | 7 | [`steps/rung07_overlap.py`](steps/rung07_overlap.py) | inside a warpgroup, softmax runs under the product before it |
 # | 7b | [`steps/rung07b_overlap_no_warp_specialisation.py`](steps/rung07b_overlap_no_warp_specialisation.py) | the same overlap without a producer: an ablation |
 # | 8 | [`steps/rung08_persistent.py`](steps/rung08_persistent.py) | one CTA per SM walks over tiles; causal tiles in pairs |
+# | 9 | [`fa3_lib`](../../fa3_lib/consumer.py) | the library: no maximum on the way, tiles from a counter |
 #
 # The question to ask of every picture: *who has the tensor cores now, and what do the others do meanwhile?*
 #
@@ -32,7 +33,9 @@
 # compiler it knows nothing. Where it and a card disagree, the card is right, and the reason is worth finding.
 
 # %%
+import heapq
 import importlib.util
+import re
 from dataclasses import replace
 from unittest import mock
 
@@ -43,6 +46,7 @@ from IPython.display import Markdown, display
 
 from fa3_course import (
     budget,
+    comparison,
     layouts,
     lesson_rungs,
     lesson_views,
@@ -51,6 +55,7 @@ from fa3_course import (
     plots,
     results,
     rungs,
+    sass,
     sim_view,
     simulated,
     timeline,
@@ -101,6 +106,13 @@ def experiment(name, **shape):
     """Stored rows of one of the chapter's experiments by variant, in the order of the run; {} if there are none."""
     rows = EXPERIMENTS.select(**shape) if EXPERIMENTS else []
     return {row.kernel.removeprefix(f"{name}: "): row for row in rows if row.kernel.startswith(f"{name}: ")}
+
+
+def notes_about(*words):
+    """Notes whose title holds one of the words, the newest first, each with its title; a line that says so where there is none."""
+    found = [e for e in notes.read() if any(word in e.title.lower() for word in words)]
+    texts = [f"**{e.title}{', taken back' if e.lost else ''}** ({e.date})\n>\n{e.quote()}" for e in found]
+    return [Markdown(f"> {text}") for text in texts] or [Markdown(f"*no note about {' or '.join(words)} yet*")]
 
 
 def simulate(number, blocks=16, config=None, heads=1, d=128, **options):
@@ -165,7 +177,7 @@ else:
     print("no stored row of rung 5 yet: `fa3 bench` on a Hopper stores one")
 
 # %% [markdown]
-# The smaller the head dim, the worse. The products shrink with the head dim. The softmax does not.
+# Head dim 64 is far behind. The products shrink with the head dim. The softmax does not.
 #
 # ## 2. What a softmax costs
 #
@@ -242,19 +254,16 @@ else:
 print(f"from the rates: {even / 128:.2f}")
 
 # %% [markdown]
-# The stored run has both, each at the clock that the card had meanwhile. A product of big matrices is limited by power, and its clock falls; exponentials
-# are not. In seconds they are therefore cheaper than in cycles, by the ratio of the clocks.
+# The stored run has both, in seconds. Exponentials reach the guide's rate. A product of big matrices does not: power limits it (the clock falls; how far, a burst is too short to
+# tell), and so do its own start and end. In seconds exponentials are therefore cheaper, beside products, than in cycles.
 
 # %%
 exp, product = (experiment("exp against matmul").get("exponentials"), EXPERIMENTS and EXPERIMENTS.one(kernel="cublas"))
-if exp and product:
-    for row, unit, full in (
-        (exp, "exponentials", HOPPER.mufu),
-        (product, "FLOP in a product (cuBLAS)", HOPPER.tensor_flops_16bit),
-    ):
-        rate = f"{row.tflops:.2f} T {unit} per second"
-        clocks = f", {row.tflops * 1e6 / row.sm_mhz / EXPERIMENTS.sms:.4g} of {full} per clock and SM at {row.sm_mhz:.0f} MHz"
-        print(rate + (clocks if row.sm_mhz and EXPERIMENTS.sms else ""))
+if exp and product and exp.sm_mhz and EXPERIMENTS.sms:
+    clocks = exp.sm_mhz * EXPERIMENTS.sms / 1e6  # 1e12 per second, of all SMs, at the clock of the exponentials
+    print(f"{exp.tflops:.2f} T exponentials per second: {exp.tflops / clocks:.4g} of {HOPPER.mufu:g} per clock and SM")
+    share = product.tflops / clocks / HOPPER.tensor_flops_16bit
+    print(f"{product.tflops:.0f} TFLOP/s in a product (cuBLAS): {share:.0%} of the full rate at that clock")
     heads = (64, 128, 192, 256)
     fig, (ax,) = plots.figure(height=2.6)
     bars = [
@@ -457,7 +466,7 @@ if not experiment("consumers"):
     print(f"no stored row of two and three consumers yet: {STORES_THEM}")
 
 # %% [markdown]
-# The turns go round: 0, 1, 2, 0. Each barrier still counts 256 threads, its owner's and those of the one before. What decides between two and three is the
+# Three are faster on the card, too, by less than the simulator promises. The turns go round: 0, 1, 2, 0. Each barrier still counts 256 threads, its owner's and those of the one before. What decides between two and three is the
 # register file (section 10): three have 160 registers per thread, and O alone takes half the head dim of them.
 #
 # Three have a second advantage: 192 rows share each K and V tile, so less must come from L2.
@@ -636,12 +645,49 @@ if EXPERIMENTS and np.isfinite([*CASES.values()]).any():
         for label, *x in zip(ABLATION, *CASES.values(), strict=True)
     ]
     display(Markdown("\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))))
+    for (d, causal), (both, overlap, turns, neither, alone) in CASES.items():
+        gains = {
+            "both ideas": both,
+            "overlap alone": overlap,
+            "turns alone": turns,
+            "overlap without a producer": alone,
+        }
+        text = ", ".join(f"{what} {100 * (speed / neither - 1):+.0f} %" for what, speed in gains.items())
+        rows = experiment("ablation", head_dim=d, causal=causal).values()
+        mhz = sorted(row.sm_mhz for row in rows if row.sm_mhz) or [np.nan]
+        print(f"d {d} {'causal' if causal else 'full'}, over neither: {text}; clock {mhz[0]:.0f} to {mhz[-1]:.0f} MHz")
+    paper = f"{PAPER['6'] / PAPER['7']:.2f} without overlap inside a warpgroup, {PAPER['7b'] / PAPER['7']:.2f} without warp specialisation"
+    print(f"the paper's kernel, over all of it: {paper}")
+    twice = []  # two experiments hold the same kernel: what a few percent are worth
+    for causal in (False, True):
+        one, other = (experiment(name, head_dim=64, causal=causal) for name in ("ablation", "consumers"))
+        for a, b in (("all of it", "rung 7, 2"), ("no overlap inside a warpgroup", "rung 6, 2")):
+            if a in one and b in other:
+                twice.append(abs(np.log(one[a].tflops / other[b].tflops)))
+    if twice:
+        print(f"one kernel, measured twice in this run: up to {100 * max(twice):.1f} % apart")
+    for causal in (False, True):
+        both = [[stored(n, head_dim=128, causal=causal, seqlen=2**i) for n in ("6", "7")] for i in range(9, 16)]
+        if ratios := [new.tflops / old.tflops for old, new in both if old and new]:
+            mask = "causal" if causal else "full"
+            print(
+                f"rung 7 over rung 6 in the run of whole kernels, d 128 {mask}: {min(ratios):.2f} to {max(ratios):.2f}"
+            )
 else:
     print(f"no stored row of our own kernels' ablation yet: {STORES_THEM}")
 sim_view.explore(ping_pong=False, overlap=True)
 
 # %% [markdown]
-# Compare ratios: other cards, other clocks, other dtypes. Rung 5 and rung 7 without turns are no rows of the paper's. (On a live notebook, turn the knobs: overlap
+# **Our own kernels do not repeat the paper's ablation, and that is worth a minute.** At d 128 either idea *alone* brings nearly all of what both bring together; without turns, and even without
+# a producer, the kernel is about level. At d 64, with two consumers, turns even cost something beside overlap.
+#
+# The two ideas are two ways to one end: something for the tensor cores to do during a softmax. When one of them has filled the gap, the other finds little left to fill. What both leave is
+# the same: at d 128 a card at its limit of power (look at the clocks; the highest is near 2 GHz), at d 64 the MUFU, for which both consumers queue, with turns or without. And
+# rung 5, "neither", is better on the card than in the simulator, whose two consumers meet at their softmax more often than the card's do. The
+# paper's kernel lost far more without either; its card, dtype, compiler, tiles and the rest of its loop are others, and which of these it is, our rows cannot say. Whoever
+# needs to know measures on *their* kernel, as the library did: its table of tiles takes turns at d 64 and d 256, and none at d 128 (section 13).
+#
+# Rung 5 and rung 7 without turns are no rows of the paper's. (On a live notebook, turn the knobs: overlap
 # without ping-pong is rung 7b, ping-pong without overlap rung 6; try a slower memory.) Two remarks.
 #
 # * An ablation says what happens if you remove one thing *and change nothing else*. A kernel that was tuned for being without would lose less.
@@ -789,13 +835,37 @@ if any(measured.values()):
     ax.get_legend().remove()
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     plt.show()
-    for row in EXPERIMENTS.select(seqlen=2048, causal=False):
-        tiles = 16 * row.heads * row.batch
-        print(f"{row.kernel}, {tiles} tiles, {tiles / sms:.2f} per SM: {row.ms * 1e3:.0f} us, {row.tflops:.0f} TFLOP/s")
+    for heads in sorted({row.heads for row in EXPERIMENTS.select(seqlen=2048, causal=False)}):
+        found = experiment("waves", heads=heads, seqlen=2048)
+        us = {kind: 1e3 * row.ms for kind, row in found.items()}
+        text = ", ".join(f"{kind} {t:.0f} us" for kind, t in us.items())
+        more = f": {us['persistent'] - us['a CTA per tile']:+.1f} us" if len(us) == 2 else ""
+        print(f"{16 * heads} tiles, {16 * heads / sms:.2f} per SM: {text}{more}")
 else:
     print(f"no stored row of schedules and waves yet: {STORES_THEM}")
+for causal in (False, True):
+    both = {2**i: [stored(n, head_dim=128, causal=causal, seqlen=2**i) for n in ("7", "8")] for i in range(9, 16)}
+    text = [f"{s / 1024:g}k {new.tflops / old.tflops:.2f}" for s, (old, new) in both.items() if old and new]
+    if text:
+        print(
+            f"rung 8 over rung 7, d 128 {'causal' if causal else 'full'}, in the run of whole kernels: {', '.join(text)}"
+        )
+for n in ("7", "8"):
+    c = simulated.configuration(n, 128, False)
+    print(f"rung {n}, d 128 full: {c.tile_m} x {c.tile_n}, {'turns' if c.ping_pong else 'no turns'}")
 
 # %% [markdown]
+# **Persistence did not simply pay.** In the experiments rung 8 is faster at 4k and not at 16k; with a causal mask at 16k a CTA per tile is clearly better. The run of whole kernels, on another
+# card of the kind, has the persistent kernel ahead only where causal sequences are short, and without a mask it contradicts the experiments at 4k: a few percent of
+# one run are no law. Three things to learn from it:
+#
+# * *A grid is no naive schedule.* The hardware gives the next CTA to whichever SM is free, and rung 7 lists the longest tiles first: that is plan 5, for nothing. Pairs are a plan made in advance, and
+#   where SMs do not run at one speed, or the last round is short, it loses. At 16k a tile lasts so long that its start and end, which persistence hides, weigh little.
+# * *Compare one change at a time.* Rung 8 takes the library's tiles, and they differ from rung 7's in keys and turns, too. They were chosen for a kernel whose softmax is shorter (section 13).
+# * *A constant is a hint.* The last figures of the lines on waves hardly depend on how many tiles there are, not even where each CTA has just one: a cost per launch, not per tile. We have not found it.
+#
+# The order of tiles matters as the model says: short ones first (as they come) is by far the worst under a causal mask, and neighbours that share no head cost a few percent.
+#
 # The plan in the kernel:
 
 # %%
@@ -875,7 +945,7 @@ plt.show()
 #
 # ## 12. What FA3 left on the table, and what we tried
 #
-# FA3's released kernel leaves work on the table that later kernels, or arithmetic, point at: it multiplies O by its factor after every block, whether the maximum grew
+# FA3's kernel leaves work on the table that later kernels, or arithmetic, point at: it multiplies O by its factor after every block, whether the maximum grew
 # or not; it takes every exponential from the MUFU, also where the MUFU is the longest queue; both maxima of a thread come before all of its exponentials; one warp loads Q, K
 # and V in turn. Each of these invites a trick, and each trick a prediction.
 #
@@ -924,7 +994,7 @@ fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 plt.show()
 
 # %% [markdown]
-# A dot is one shape. An idea that was kept may have a lost dot, where a first version of it failed (causal tiles in pairs: the dot far on the left are the
+# A dot is one shape. (Some of these ideas belong to the finished kernel: section 13.) An idea that was kept may have a lost dot, where a first version of it failed (causal tiles in pairs: the dot far on the left are the
 # sections of section 9). Three ideas deserve a closer look.
 #
 # ### Lazy rescale: work that is not there
@@ -995,13 +1065,288 @@ for title in ("two warps", "maximum of row 2"):
 #
 # ### Two more predictions
 #
-# The last two notes above are a pair. **Two warps for K and V** was predicted by the simulator and lost everywhere; we have not found out why. That is an
+# The last two notes above are a pair of another kind. **Two warps for K and V** was predicted by the simulator and lost everywhere; we have not found out why. That is an
 # honest state of a note, and an invitation. **The maximum of
 # row 2** held: each thread has two rows, and if both maxima come first and all exponentials after, the MUFU idles meanwhile; so mix them. With two consumers (d
 # 128, 256) it brought more than half of what was predicted, and nothing where a third one fills
 # such gaps (d 64). Read its last line, too: a trick that ties two rows together has a corner case, and the note names it.
+
+# %% [markdown]
+# ## 13. Rung 9: what the library adds
 #
-# ## 13. Where we stand
+# Rung 9 is [`fa3_lib`](../../fa3_lib) itself: rung 8's roles, with two ideas more and one table of tiles per head dim. Each idea answers something above.
+#
+# ### No maximum on the way
+#
+# Look at a block that needs no mask, under PV of the block before. Its softmax first takes the maximum, 64 comparisons per row and thread, then asks the three neighbours
+# for theirs, and only then may the first exponential start. What is the maximum for? Softmax divides by the sum of the same weights:
+#
+# $$\text{out} = \frac{\sum_j 2^{s_j - m}\, v_j}{\sum_j 2^{s_j - m}}$$
+#
+# *Any* m cancels. The maximum is only the m for which no weight can overflow. And bf16 has fp32's eight bits of exponent: a weight of 2^30 is as exact as one of
+# 2^-3. So the library keeps the maximum of the blocks *before*: it takes one for the first block of a tile and for masked ones, and none on the way.
+#
+# That goes well as long as later scores do not rise far above those before. How often do they? The cell below does what the kernel does, one head at a time, for random
+# numbers and for the activations of a small language model (the demo's: MiniLM, two layers of twelve heads). Its text has 288 tokens, so blocks have 32 keys here; the library's have four times as many, and a
+# maximum of more keys is a better one. How many of 100 (row, block) pairs find a larger
+# maximum? And of how many must the maximum be raised, since a thread's weights sum to 2^40 or more?
+
+# %%
+guess_larger = None  # percent of (row, block) pairs, MiniLM: some score is above the maximum so far
+guess_raised = None  # percent of them that must be raised
+
+
+# %%
+def one_pass(scores, values, block, limit):
+    """Key blocks from the last one down, as the library takes them; scores (rows, keys) with scale and log2(e) included.
+
+    Returns out (rows, dv), per later block and row whether its maximum was raised, and log2 of the largest sum of a thread.
+    `limit=0` raises always: the online softmax of the rungs before.
+    """
+    last, *others = range(0, scores.shape[1], block)[::-1]
+    top = scores[:, last:].max(1, keepdims=True)
+    total, out, raised, sums = 0, 0, [], []
+    for start in (last, *others):
+        s = scores[:, start : start + block]
+        with np.errstate(over="ignore"):
+            p = np.exp2(s - top)
+            of_threads = p.reshape(len(p), -1, 4, 2).sum((1, 3))  # four threads share a row, two columns of eight each
+        too_large = ~(of_threads < limit).all(1, keepdims=True)  # so that NaN counts
+        if start != last and too_large.any():  # the vote
+            old, top = top, np.where(too_large, np.maximum(top, s.max(1, keepdims=True)), top)
+            total, out = total * np.exp2(old - top), out * np.exp2(old - top)
+            p = np.exp2(s - top)  # of S, computed once more
+        if start != last:
+            raised.append(too_large[:, 0])
+            sums.append(np.log2(of_threads.max(1)))
+        total = total + p.sum(1, keepdims=True)
+        out = out + torch.from_numpy(p).bfloat16().float().numpy() @ values[start : start + block]
+    return out / total, np.array(raised), np.array(sums)
+
+
+def growth(scores, block):
+    """Share of (row, later block) pairs with a score above all before."""
+    tops = scores.reshape(len(scores), -1, block).max(2)[:, ::-1]
+    return (tops[:, 1:] > np.maximum.accumulate(tops, 1)[:, :-1]).mean()
+
+
+with np.load(checkout() / "fa3_course" / "data" / "minilm_qkv.npz") as arrays:
+    q, k, v = (arrays[name].astype(np.float32).reshape(24, 288, 32) for name in "qkv")
+HEADS = {"random": [rng.standard_normal((12, 256, n), np.float32) for n in (32, 32, 32)]}
+HEADS |= {"MiniLM, layer 0": [x[:12] for x in (q, k, v)], "MiniLM, layer 5": [x[12:] for x in (q, k, v)]}
+found = {}
+for name, heads in HEADS.items():
+    for q1, k1, v1 in zip(*heads, strict=True):
+        scores = (q1 @ k1.T) * np.float32(32**-0.5 * np.log2(np.e))
+        weights = np.exp2(scores.astype(float) - scores.max(1, keepdims=True))
+        truth = weights @ v1 / weights.sum(1, keepdims=True)
+        runs = {limit: one_pass(scores, v1, 32, limit) for limit in (0.0, 2.0**14, 2.0**40)}
+        errors = {limit: np.abs(out - truth).max() for limit, (out, _, _) in runs.items()}
+        found.setdefault(name, []).append((growth(scores, 32), runs, errors))
+print("percent of (row, block) pairs, blocks of 32 keys:      larger    raised at 2^40 (bf16)   at 2^14 (fp16)")
+share = {}
+for name, heads in found.items():
+    share[name] = [100 * np.mean([g for g, _, _ in heads])]
+    share[name] += [100 * np.mean([runs[limit][1] for _, runs, _ in heads]) for limit in (2.0**40, 2.0**14)]
+    print("{:<52} {:8.2f} {:16.3f} {:18.3f}".format(name, *share[name]))
+minilm = np.mean([share[name] for name in share if "MiniLM" in name], 0)
+reveal("a larger maximum, MiniLM", guess_larger, minilm[0], "%")
+reveal("raised, MiniLM in bf16", guess_raised, minilm[1], "%")
+fig, (left, right) = plots.figure(2, height=3, widths=(1.6, 1))
+for (name, heads), colour in zip(found.items(), (plots.GREY, plots.RED, plots.BLUE), strict=True):
+    sums = np.sort(np.concatenate([runs[2.0**40][2].ravel() for _, runs, _ in heads]))
+    left.plot(sums, 100 * (1 - np.arange(len(sums)) / len(sums)), color=colour, label=name)
+for limit, word in ((14, "fp16"), (40, "bf16")):
+    left.axvline(limit, color="black", linewidth=1, linestyle="--")
+    left.text(limit, 130, word, ha="center", fontsize=9)
+left.set(
+    yscale="log",
+    ylim=(1e-3, 100),
+    xlim=(-20, 60),
+    xlabel="log2 of a thread's largest sum",
+    ylabel="percent of pairs above",
+)
+left.legend(fontsize=9, loc="lower left")
+series = [
+    (word, [max(errors[limit] for *_, errors in heads) for heads in found.values()], colour)
+    for limit, word, colour in ((0.0, "maximum taken", plots.LIGHT), (2.0**40, "maximum kept", plots.BLUE))
+]
+plots.grouped_bars(right, [name.replace(", ", "\n") for name in found], series)
+right.set(xlabel="largest error against fp64")
+plt.show()
+
+# %% [markdown]
+# Many pairs have a larger maximum; next to none has one that matters. (In layer 0 some heads have scores that reach far: there the guard has work, in fp16 more than in bf16.) The price of keeping the maximum is small and worth knowing: with the true maximum the largest weight is 1, which bf16 holds
+# exactly; with another m every weight is rounded, the largest one too. Where one key takes nearly the whole row, that is the error that you see on the right. It is one
+# rounding to bf16, which PyTorch's softmax in bf16 has as well, since it rounds the weights after their division.
+#
+# **What guards it.** Three things, each for a reason:
+#
+# * *A vote.* The sums of the weights are needed anyway. One comparison of a thread's two sums with 2^40 (fp16: 2^14, since its largest number is 65504), then a vote of the
+#   consumer's 128 threads (`barrier.red.or`): computing S once more is the whole warpgroup's work, and all must agree to do it.
+# * *S once more.* Its registers hold P by now. So K's slot in the ring is kept until after the vote, and the product is repeated; a block costs twice then, which is
+#   of no account if it is rare.
+# * *A decision per row.* Only rows that grew too large get their new maximum. The others would be right with either, but their bits would then depend on who shares the tile.
+#   As it is, a row's output depends on that row alone.
+
+# %%
+if HAS_CUTE:
+    from fa3_lib.consumer import Consumer
+
+    display(lesson_views.source(Consumer.finish_without_max))
+
+# %% [markdown]
+# Does the compiler keep the promise? Below is the whole program, an instruction a tick. Comparisons of scores are `FMNMX`, the vote is `BAR.RED`. Find the vote, go back to the
+# products before it, and look at what lies between.
+
+# %%
+if HAS_CUTE:
+    from fa3_lib import forward_sm90
+
+    cubins = []
+
+    def compile_library(options):
+        compiled = forward_sm90.compile_forward(forward_config(128, 128, False), torch.bfloat16, options)
+        cubins.append(compiled.__cubin__)
+        return compiled
+
+    (report,) = sass.compile_report(compile_library)
+    text = sass.disassemble(cubins[0])
+    GROUPS = {name: (name,) for name in ("HGMMA", "FMNMX", "MUFU.EX2", "BAR.RED")}
+    fig, (ax,) = plots.figure(height=1.9)
+    plots.instruction_strip(ax, text, GROUPS)
+    ax.set_title("fa3_lib, d 128, full: the program")
+    plt.show()
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
+    (vote,) = [i for i, name in enumerate(opcodes) if name.startswith("BAR.RED")]
+    products = max(i for i in range(vote) if opcodes[i].startswith("HGMMA"))
+    for place, part in (("from the products to the vote", opcodes[products:vote]), ("in the whole program", opcodes)):
+        counts = [f"{sum(o.startswith(name) for o in part)} {name}" for name in ("MUFU.EX2", "FMNMX", "SHFL")]
+        print(f"{place}: {', '.join(counts)}")
+
+# %% [markdown]
+# The other comparisons belong to the first block, to masked ones, and to the repair. What the simulated SM says of the idea (its rung 9 against its rung 8, the same tiles), and what
+# the card said. The simulator promises little, since it knows a maximum as so many comparisons on a unit that is never full; on the card they were a chain
+# of dependent instructions in front of every exponential, and what they pushed back stood behind a wait:
+
+# %%
+for d in (64, 128):
+    config = simulated.configuration("8", d, False)
+    old, new = (predicted(n, config, d) for n in ("8", "9"))
+    print(f"simulated, d {d}, full: {new / old:.2f} times rung 8")
+display(*notes_about("maximum in unmasked"))
+
+# %% [markdown]
+# ### Tiles from a counter
+#
+# Section 9 ended with pairs, and with a measurement that did not love them: under a causal mask at 16k, a CTA per tile was faster than the persistent kernel with its pairs. There
+# the hardware hands tiles to whoever is free. A persistent kernel can have that, too: a warp of each CTA adds 1 to a **counter** in global memory and posts the number in
+# a mailbox in shared memory, for which every other warp waits. The long tiles come first; heads whose K and V fit in L2 together form a section.
+
+# %%
+if HAS_CUTE:
+    from fa3_lib import walk
+
+    display(lesson_views.source(walk.Mailbox.serve))
+
+
+def by_counter(work, ctas, section):
+    """The library's order: the longest tiles of a section of heads first, each to whoever is free."""
+    plan, free = [[] for _ in range(ctas)], [(0, cta) for cta in range(ctas)]
+    for first in range(0, work.heads, section):
+        heads = range(first, min(first + section, work.heads))
+        for tile in ((head, n) for n in sorted(work.lengths, reverse=True) for head in heads):
+            until, cta = free[0]
+            plan[cta].append(tile)
+            heapq.heapreplace(free, (until + tile[1], cta))
+    return plan
+
+
+for seqlen in (1024, 4096, 16_384):
+    work = plans.causal_work(forward_config(128, 128, True), seqlen)
+    in_l2, three_rounds = 32 * 2**20 // work.kv_bytes, -(-3 * sms // len(work.lengths))  # as `ForwardSm90` has it
+    judged = {
+        "pairs": plans.mirror_pairs(work, sms),
+        "a counter, head by head": plans.whoever_is_free(work, sms),
+        "a counter, in sections": by_counter(work, sms, max(in_l2, three_rounds)),
+    }
+    shares = ", ".join(f"{name} {100 * plans.balance(plan):.1f} %" for name, plan in judged.items())
+    print(f"SMs at work (model), causal, d 128, {seqlen // 1024}k: {shares}")
+for d in (64, 128, 256):
+    lengths = [2**i for i in range(7, 16) if forward_config(d, d, True, 2**i).dynamic]
+    print(f"the library, d {d}, causal: {f'a counter from {min(lengths)} queries on' if lengths else 'pairs'}")
+display(*notes_about("dynamic tiles"))
+
+# %% [markdown]
+# The model counts key blocks and nothing else; the note has what the card said, also where the counter lost: in short sequences, and at d 256, where K and V of one head
+# fill L2. There the library keeps its pairs.
+#
+# ### Tried, and lost
+#
+# Lazy rescale (section 12) lost, and keeping the maximum won, although both have a vote and a branch. The one saved multiplications that nobody waited for, and its branch cut the code where ptxas
+# wanted to mix. The other saves what stands *between* a product and its exponentials; its vote needs all weights, so nothing has to be mixed across it. More ideas that looked
+# as good on paper, with what came of them:
+
+# %%
+display(*notes_about("clusters", "two p fragments", "rescaling o"))
+
+# %% [markdown]
+# ### Against the peers, shape by shape
+#
+# Every shape of the stored run: the library's speed over that of each peer (thin lines), and over the fastest peer of that shape (thick). Above 1 the library is faster.
+
+# %%
+guess = None  # fa3_lib over the best peer of each shape, geometric mean, 1k to 32k
+
+# %%
+table = comparison.shapes(RUN) if RUN else []
+if table:
+    dims = sorted({shape.head_dim for shape in table})
+    fig, axes = plt.subplots(2, len(dims), figsize=(plots.WIDTH, 5), sharex=True, sharey=True, squeeze=False)
+    for causal, line in zip((False, True), axes, strict=True):
+        for d, ax in zip(dims, line, strict=True):
+            here = [shape for shape in table if (shape.head_dim, shape.causal) == (d, causal)]
+            for peer in comparison.PEERS:
+                label, colour, marker = plots.KERNELS[peer]
+                points = [(shape.seqlen, shape.ratio(peer)) for shape in here if peer in shape.tflops]
+                if points:
+                    ax.plot(
+                        *zip(*points, strict=True),
+                        color=colour,
+                        marker=marker,
+                        markersize=4,
+                        linewidth=1.5,
+                        label=label,
+                    )
+            ax.plot(
+                [s.seqlen for s in here], [s.ratio() for s in here], color="black", linewidth=2.5, label="fastest peer"
+            )
+            ax.axhline(1, color="black", linewidth=0.8)
+            plots.powers_of_two(ax, sorted({s.seqlen for s in table}))
+            ax.tick_params(axis="x", labelrotation=60)
+            ax.set_title(f"d {d}, {'causal' if causal else 'full'}", fontsize=10.5)
+    axes[0][0].set_ylabel("fa3_lib over the peer")
+    axes[1][0].set_ylabel("fa3_lib over the peer")
+    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=9.5)
+    plt.show()
+    long = [shape for shape in table if shape.seqlen >= comparison.LONG]
+    overall = comparison.geometric_mean(shape.ratio() for shape in long)
+    reveal("fa3_lib over the fastest peer of each shape, 1k to 32k", guess, overall, "times")
+    for d in dims:
+        for causal in (False, True):
+            if chosen := [s.ratio() for s in long if (s.head_dim, s.causal) == (d, causal)]:
+                ahead = f"ahead on {sum(x > 1 for x in chosen)} of {len(chosen)} shapes"
+                mask = "causal" if causal else "full"
+                print(f"d {d} {mask}: {comparison.geometric_mean(chosen):.2f} of the fastest peer, {ahead}")
+    print(comparison.summary(RUN))
+else:
+    print("no stored row of fa3_lib and a peer yet: `fa3 bench` on a Hopper stores some")
+
+# %% [markdown]
+# The lines under the picture say where work is left: take the head dim and mask with the smallest number, and ask this chapter's first question there. At d 256 shared memory holds 80 keys per
+# block and no output of its own, and causal tiles come in pairs, not from a counter.
+#
+# ## 14. Where we stand
 #
 # > **You may read:** *FlashAttention-3 reaches up to 740 TFLOP/s.*
 # >
@@ -1010,44 +1355,15 @@ for title in ("two warps", "maximum of row 2"):
 # > says little: today's FA3, on the card of our stored run, has another.
 
 # %%
-guess = None  # fa3_lib over the best peer of each shape, geometric mean, 1k to 32k
-
-# %%
-PEERS = ("fa3", "fa4", "cudnn")
 if RUN:
     if best := max(RUN.select(kernel="fa3", direction="fwd", dtype="bf16"), key=lambda r: r.tflops, default=None):
         print(f"FA3 {RUN.peers.get('fa3', '')} on {RUN.gpu}, bf16, its best: {best.tflops:.0f} TFLOP/s ({best.shape})")
-    fig, axes = plt.subplots(3, 2, figsize=(plots.WIDTH, 8.6), sharex=True)
+    fig, (ax,) = plots.figure(height=3.8)
     names = [FILES[n].rpartition("/")[2].removesuffix(".py") for n in ("5", "6", "7", "8")]
-    for line, d in zip(axes, (64, 128, 256), strict=True):
-        for ax, causal in zip(line, (False, True), strict=True):
-            plots.throughput(ax, RUN, [*names, "fa3_lib", *PEERS], head_dim=d, causal=causal, dtype="bf16")
-            ax.set_title(f"d {d}, {'causal' if causal else 'full'}", fontsize=10.5)
-            ax.set_xlabel("sequence length" if d == 256 else "")
-    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    plots.throughput(ax, RUN, [*names, "fa3_lib", "fa3", "fa4", "cudnn"], head_dim=128, causal=False, dtype="bf16")
+    ax.set_title("d 128, full")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside right center")
     plt.show()
-ratios = {}
-for row in RUN.select(kernel="fa3_lib", direction="fwd", dtype="bf16") if RUN else []:
-    same = {"head_dim": row.head_dim, "causal": row.causal, "seqlen": row.seqlen}
-    peers = [found.tflops for peer in PEERS if (found := stored(peer, **same))]
-    if peers and row.seqlen >= 1024:
-        ratios[(row.head_dim, row.causal), row.seqlen] = row.tflops / max(peers)
-if ratios:
-    reveal("fa3_lib over the best peer", guess, np.exp(np.mean(np.log(list(ratios.values())))))
-    masks, lengths = (sorted({key[i] for key in ratios}) for i in range(2))
-    grid = np.array([[ratios.get((mask, s), np.nan) for s in lengths] for mask in masks])
-    fig, (ax,) = plots.figure(height=2.7)
-    ax.imshow(grid, cmap="RdBu", vmin=0.75, vmax=1.25, aspect="auto")
-    for (i, j), value in np.ndenumerate(grid):
-        ax.text(j, i, f"{value:.2f}" if np.isfinite(value) else "", ha="center", va="center", fontsize=9.5)
-    ax.set_xticks(range(len(lengths)), [f"{s // 1024}k" for s in lengths])
-    ax.set_yticks(range(len(masks)), [f"d {d} {'causal' if causal else 'full'}" for d, causal in masks])
-    ax.grid(False)
-    ax.set_title("fa3_lib over the best peer of the same run (blue: faster, red: slower)")
-    plt.show()
-    display(Markdown(notes.find("whole grid").quote("Prediction", "Outcome", "Why")))
-else:
-    print("no stored row of fa3_lib and a peer yet: `fa3 bench` on a Hopper stores some")
 
 # %% [markdown]
 # ### The measured timeline
@@ -1061,9 +1377,12 @@ else:
 #   done.
 # * **Look for the turns in rung 6**: beside a blue softmax two orange products (PV, QK) lie in the row of the tensor cores, beside an orange softmax two blue ones, again and
 #   again. In rung 5, on the same scale of time, nobody arranges that, and the same number of blocks takes longer.
-# * In rung 7 QK comes first, and a softmax has products of *both* colours beside it: the other's, and its own PV.
+# * Rung 8 shows rung 7's order: QK comes first, and a softmax has products of *both* colours beside it, the other's and its own PV. At d 128 it takes no turns (section 9). The picture has the
+#   change from one tile to the next behind its middle. (A tile's first softmax has no stamp of its own: it lies in the long "waits for K" after the first QK.)
 #
-# A stamp costs a few instructions, and the compiler moves nothing past it. The line under each picture says what all stamps together cost.
+# Read the shares as upper bounds: a product that is over counts as running until its owner looks. And a stamp costs a few instructions, and the compiler moves nothing past it. Where all stamps
+# together cost more than 10 %, what one would see is a distorted kernel: rung 7 has its softmax and its products so close together that stamps between them tear them apart. Then
+# only the numbers are printed below, no picture.
 
 # %%
 STAMPED = {path.stem: timeline.read(path) for path in sorted((checkout() / "bench" / "timelines").glob("*.json"))}
@@ -1080,21 +1399,33 @@ def lane_words(t, number):
     )
 
 
-for name in ("rung06_pingpong_d128", "rung07_overlap_d128", "rung07_overlap_d64", "rung08_persistent_d128"):
+DISTORTED = 0.1  # of the time without stamps
+
+
+def cost(t):
+    """What the stamps cost, relative to the time without them."""
+    return t.meta["ms_stamped"] / t.meta["ms_plain"] - 1
+
+
+for name in ("rung06_pingpong_d128", "rung08_persistent_d128", "rung07_overlap_d128", "rung07_overlap_d64"):
     if name not in STAMPED:
         continue
+    if cost(STAMPED[name]) > DISTORTED:
+        meta = STAMPED[name].meta
+        print(f"rung {meta['rung']}, d {meta['head_dim']}: stamps cost {cost(STAMPED[name]):.1%}, no picture")
+        continue
     chosen = {key: STAMPED[key] for key in (WITHOUT.get(name), name) if key in STAMPED}
-    number, d = STAMPED[name].meta["rung"], STAMPED[name].meta["head_dim"]
-    tiles = {key: STAMPED[name].meta[key] for key in ("tile_m", "tile_n")}
-    config = replace(simulated.configuration(number, d, False), **tiles)
-    report = simulate(number, 6, config, heads=2) if number == "8" else simulate(number, 12, config)
-    pictures = {f"Measured: rung {t.meta['rung']}, d {d}, {t.meta['gpu']}": t for t in chosen.values()}
-    timeline.beside(pictures | {f"Simulated: rung {number}": lines_of(report)})
+    pictures = {f"Measured: rung {t.meta['rung']}, d {t.meta['head_dim']}, {t.meta['gpu']}": t for t in chosen.values()}
+    if name in WITHOUT:
+        meta = STAMPED[name].meta
+        tiles = {key: meta[key] for key in ("tile_m", "tile_n")}
+        config = replace(simulated.configuration(meta["rung"], meta["head_dim"], False), **tiles)
+        pictures[f"Simulated: rung {meta['rung']}"] = lines_of(simulate(meta["rung"], 12, config))
+    timeline.beside(pictures)
     plt.show()
     for t in chosen.values():
-        cost = t.meta["ms_stamped"] / t.meta["ms_plain"] - 1
         clock = f" at {t.meta['sm_mhz']:.0f} MHz" if t.meta.get("sm_mhz") else ""
-        print(f"{lane_words(t, t.meta['rung'])}; stamps cost {100 * cost:.1f} %{clock}")
+        print(f"{lane_words(t, t.meta['rung'])}; stamps cost {cost(t):.1%}{clock}")
 if not STAMPED:
     print(
         "no stamped timeline of a card is stored yet (`python -m bench.timelines` on a Hopper stores some); simulated ones:"
@@ -1115,7 +1446,7 @@ if not STAMPED:
 # > is exact but comparable within one SM only. Trace one launch: a loop of launches fills hundreds of megabytes.
 
 # %% [markdown]
-# ## 14. Three questions for you
+# ## 15. Three questions for you
 #
 # <details><summary><b>1.</b> Why is a turn "PV, then QK" in rung 6, and "QK, then PV" in rung 7?</summary>
 #

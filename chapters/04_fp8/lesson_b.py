@@ -43,10 +43,11 @@ import torch
 from IPython.display import Markdown, display
 from matplotlib.patches import Rectangle
 
-from fa3_course import budget, lesson_rungs, lesson_views, plots, results, rungs, simulated, timeline
+from fa3_course import budget, comparison, lesson_rungs, lesson_views, plots, results, rungs, simulated, timeline
 from fa3_course.simulated import rung10
 from fa3_lib import quantize, reference
 from fa3_lib.config import ForwardConfig
+from fa3_lib.fp8_config import fp8_config
 from hopper_sim import HOPPER, Fault, patched
 
 fp8 = rungs._module("chapters/04_fp8/steps/fp8_numerics.py")
@@ -57,8 +58,12 @@ HAS_CUTE = importlib.util.find_spec("cutlass") is not None
 SEED = np.random.SeedSequence().entropy % 2**32
 rng = np.random.default_rng(SEED)  # fresh inputs in every run; to repeat one, write its seed here
 FILE, RUNG7 = "chapters/04_fp8/steps/rung10_fp8.py", "chapters/03_pingpong/steps/rung07_overlap.py"
-# one stored run: the newest that measured this rung, else the newest that measured FA3
-RUN = results.latest(kernel="rung10_fp8") or results.latest(kernel="fa3")
+# stored runs: of FP8, and the newest of `fa3 bench` that measured FA3 in bf16 or this rung
+RUNS = [
+    run
+    for run in (results.experiments("fp8"), results.latest(kernel="rung10_fp8"), results.latest(kernel="fa3"))
+    if run
+]
 DIMS, LONG = (64, 128, 256), {"causal": False, "seqlen": 16_384}
 # rung 10's tiles (its file needs CuTe, so the numbers stand here, too, and are compared)
 CONFIGS = {
@@ -69,7 +74,10 @@ if HAS_CUTE:
     rung = lesson_rungs.module(FILE)
     assert all(rung.make_config(d, False) == config for d, config in CONFIGS.items())
 print(f"seed {SEED}; CuTe DSL {'is here' if HAS_CUTE else 'has no wheels for this system: its cells say so and go on'}")
-print(f"stored run: {RUN.gpu}, {RUN.date[:10]}" if RUN else "no stored run: `fa3 bench` on a Hopper stores one")
+for run in RUNS:
+    print(f"stored run: {run.gpu}, {run.date[:10]}, `{' '.join(run.command.split()[:3])}`")
+if not RUNS:
+    print("no stored run: `python -m bench.fp8` and `fa3 bench` on a Hopper store some")
 
 
 def reveal(what, guess, value, unit=""):
@@ -85,9 +93,9 @@ def table(head, rows):
 
 
 def stored(kernel, dtype, **shape):
-    """TFLOP/s of the stored forward row, None if there is none."""
-    row = RUN.one(kernel=kernel, direction="fwd", dtype=dtype, **shape) if RUN else None
-    return row.tflops if row else None
+    """TFLOP/s of the first stored forward row, None if there is none."""
+    found = (run.one(kernel=kernel, direction="fwd", dtype=dtype, **shape) for run in RUNS)
+    return next((row.tflops for row in found if row), None)
 
 
 # %% [markdown]
@@ -107,7 +115,7 @@ if all(speeds["bf16"] + speeds["fp8"]):
     fig, (left, right) = plots.figure(2, height=2.7)
     names = [f"d {d}" for d in DIMS]
     plots.grouped_bars(left, names, [("bf16", speeds["bf16"], plots.GREY), ("FP8", speeds["fp8"], plots.BLUE)])
-    left.set(xlabel="TFLOP/s", title=f"FA3 (C++), 16k, full, {RUN.gpu}")
+    left.set(xlabel="TFLOP/s", title=f"FA3 (C++), 16k, full, {RUNS[0].gpu}")
     bars = right.barh(names, gains, color=plots.BLUE, height=0.55)
     right.bar_label(bars, [f"{gain:.2f}" for gain in gains], padding=4)
     right.axvline(2, color=plots.RED)
@@ -115,12 +123,19 @@ if all(speeds["bf16"] + speeds["fp8"]):
     right.grid(axis="y", visible=False)
     right.set(xlim=(0, 2.15), title="times as fast (red: twice)")
     plt.show()
+    yardsticks = [run.one(kernel="cublas", direction="gemm", dtype="fp8") for run in RUNS]
+    yardsticks = [f"{row.tflops:,.0f}" for row in yardsticks if row]
+    if len(yardsticks) > 1:
+        print(
+            "FP8 and bf16 come from different runs, perhaps on different cards. cuBLAS's FP8 product, which both measured: "
+            f"{' and '.join(yardsticks)} TFLOP/s. Read the ratios no finer than that"
+        )
 else:
     print("no stored rows of FA3 in both formats: `fa3 bench` on a Hopper stores some")
 
 # %% [markdown]
 # > **You may read:** *FP8 doubles the speed of attention.*
-# > **What is so:** it doubles the rate of two of its products. Exponentials, maxima, the conversion of P and the rescale of O stay what they were, and V has to be turned.
+# > **What is so:** it doubles the rate of its two products. Exponentials, maxima, the conversion of P and the rescale of O stay what they were, and V has to be turned.
 #
 # ## 2. What holds an FP8 kernel
 #
@@ -504,8 +519,8 @@ ax.set(xlabel="cycles of the SM clock", title="Rung 10, two levels, d 128: 3,600
 plt.show()
 
 # %% [markdown]
-# The gain is about the one of section 1, of another kernel on a real card; do not read more into that. Softmax has become the long part: the tensor cores wait for it, whatever the order of turns. That is section 2's
-# account, seen. What would help is less work per exponential, or exponentials elsewhere: chapter 3's
+# Softmax has become the long part: the tensor cores wait for it, whatever the order of turns. That is section 2's account, seen. (FA3 gains more on a card, section 1; it is another kernel, with more keys per block and many
+# tiles one after another, where this is one.) What would help is less work per exponential, or exponentials elsewhere: chapter 3's
 # tricks (part of them by polynomial on the FMA units; skipping the rescale of O), which in bf16 hardly paid, have more to gain here.
 #
 # ### Break it
@@ -689,13 +704,13 @@ rows = {
     for name, (kernel, dtype, _) in KERNELS.items()
 }
 kept = {name: values for name, values in rows.items() if not np.isnan(values).all()}
-if kept:
+if "rung 10, two levels" in kept:
     fig, (ax,) = plots.figure(height=3.6)
     plots.grouped_bars(ax, list(shapes), [(name, values, KERNELS[name][2]) for name, values in kept.items()])
-    ax.set(xlabel="TFLOP/s", title=f"16k, one run, {RUN.gpu}, {RUN.date[:10]}")
+    ax.set(xlabel="TFLOP/s", title=f"16k, {RUNS[0].gpu}, {RUNS[0].date[:10]}; bf16 from another run than FP8")
     plt.show()
-for name in rows.keys() - kept.keys():
-    print(f"{name}: no row stored yet")
+else:
+    print("rung 10: no row stored yet, `fa3 bench` on a Hopper stores some. The library's rows stand in section 11")
 
 # %% [markdown]
 # ## 11. What comes before the kernel
@@ -745,7 +760,7 @@ plt.show()
 
 # %% [markdown]
 # At short lengths, what FP8 saves is spent before the kernel begins. That is why the paper wants it fused into whatever writes Q and K (the rotary embedding), and why V is best turned by whoever writes
-# the cache. Measured, 16k tokens of hidden size 2048, where a run of `python -m bench.quantize` is stored:
+# the cache. How close our kernels come to these bounds, `python -m bench.quantize` measures, on 16k tokens of hidden size 2048:
 
 
 # %%
@@ -796,25 +811,36 @@ def show_errors(run):
     for ax, (question, answers) in zip(axes, found.items(), strict=True):
         for who, rows in answers.items():
             label, colour = ANSWERS.get(who, (who, plots.GREY))
-            ax.plot([row.seqlen for row in rows], [100 * row.error for row in rows], "o-", color=colour, label=label)
+            wide = 3 if who == "fa3_lib one level" else 1  # FA3's line lies on this one
+            style = {"color": colour, "label": label, "linewidth": 2 * wide, "markersize": 5 + 2 * wide}
+            ax.plot([row.seqlen for row in rows], [100 * row.error for row in rows], "o-", **style)
         plots.powers_of_two(ax, sorted({row.seqlen for rows in answers.values() for row in rows})[::2])
         ax.set_yscale("symlog", linthresh=0.1)
         ax.yaxis.set_major_formatter("{x:g}")
-        ax.set_ylim(0, 150)
+        ax.set_ylim(-0.03, 150)
         ax.set(xlabel="keys", title=question)
         ax.title.set_fontsize(10)
     axes[0].set_ylabel("error, %")
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     plt.show()
-    print(
-        f"{run.gpu}, {run.date[:10]}, `{run.command}`; table 3: root mean square errors, {next((r[0].shape for r in third.values()), '')}"
-    )
+    for question, answers in found.items():
+        last = {ANSWERS.get(who, (who,))[0]: max(rows, key=lambda row: row.seqlen) for who, rows in answers.items()}
+        errors = ", ".join(f"{label} {100 * row.error:.2g} %" for label, row in last.items())
+        print(f"{question}, {next(iter(last.values())).seqlen:,} keys: {errors}")
+    print(f"{run.gpu}, {run.date[:10]}, `python -m bench.fp8`; table 3: root mean square errors")
     table(["", "paper", "fa3_lib"], [[who, PAPER.get(who, ""), f"{rows[0].error:.1e}"] for who, rows in third.items()])
 
 
 show_errors(results.experiments("fp8error"))
 
 # %% [markdown]
+# * **V = 1**: sitting a's adder, on a card. FA3 and our one level agree: from a few thousand keys on the answer is too small, and at the right end most of it is missing. Two levels stay right to the output's
+#   own rounding. With equal scores the sum is exact until it has outgrown the adder, and then stands still.
+# * **V has a mean**: the same loss, since the mean is what the sum keeps growing by. Only a V of mean zero hides it.
+# * **needle**: one key has about half of all the weight, and its value is read as bits, above the mean or below it. It survives longest; at the right end many bits are read wrong with one level, none with two.
+# * **Table 3**: the rotation halves the error, as in the paper. A factor per head instead of one per tensor does not help, since all heads were drawn alike and a float is as exact at any scale (sitting a). The sizes
+#   differ from the paper's: outliers that rare and that large make each draw a little different.
+#
 # Then the **speed**: the whole call with V's turn in it, the kernel alone, one level for comparison, and FA3.
 
 # %%
@@ -853,6 +879,92 @@ def show_speeds(run):
 
 
 show_speeds(results.experiments("fp8"))
+
+# %% [markdown]
+# V's turn takes about what section 4 counted: next to nothing at long sequences, a visible part of the call at short ones, where FA3 turns V inside its kernel. (Where the kernel
+# alone looks slower than the whole call you see the measurement's noise, a few percent.)
+#
+# Two levels give the right sums. What did they cost? Over all lengths from 1k on, full and causal, how fast is `fa3_lib` with two levels, as a multiple of FA3 with one, at head dim 256?
+
+# %%
+guess = None  # times FA3's speed
+
+# %%
+RATIOS = {
+    "two levels / FA3": ("fa3_lib", "fa3"),
+    "two levels, the kernel / FA3": ("fa3_lib kernel", "fa3"),
+    "one level / FA3": ("fa3_lib one level", "fa3"),
+    "two levels / one level": ("fa3_lib", "fa3_lib one level"),
+}
+
+
+def ratios(run):
+    """{(name, head dim): geometric mean of the ratio of two speeds} over all masks and lengths from 1k on."""
+    rows = {}
+    for row in run.select(direction="fwd"):
+        if row.seqlen >= comparison.LONG:
+            rows.setdefault((row.kernel, row.head_dim), {})[row.causal, row.seqlen] = row.tflops
+    found = {}
+    for name, (ours, theirs) in RATIOS.items():
+        for d in sorted({d for _, d in rows}):
+            above, below = (rows.get((kernel, d), {}) for kernel in (ours, theirs))
+            if common := above.keys() & below.keys():
+                found[name, d] = comparison.geometric_mean(above[at] / below[at] for at in common)
+    return found
+
+
+def show_ratios(run):
+    """The ratios as a table."""
+    if run is None:
+        print("no row stored yet: `python -m bench.fp8` on a Hopper stores some")
+        return
+    found = ratios(run)
+    dims = sorted({d for _, d in found})
+    reveal("two levels over FA3, d 256", guess, found.get(("two levels / FA3", 256), np.nan), "times")
+    table(
+        ["times as fast", *(f"d {d}" for d in dims)],
+        [[name, *(f"{found[name, d]:.2f}" if (name, d) in found else "" for d in dims)] for name in RATIOS],
+    )
+
+
+show_ratios(results.experiments("fp8"))
+
+# %% [markdown]
+# With one level `fa3_lib` is where FA3 is: ahead at head dims 64 and 256, a few percent behind at 128. With two it is level at 64, some percent behind at 128, and clearly behind at 256. The last line compares our own
+# two: nearly the same speed at 64 and 128, much less at 256. For the reason see what each configuration keeps in a consumer's registers, and what it would keep if the softmax of a block ran under PV of the block before:
+
+
+# %%
+def register_row(d, two_level):
+    """One configuration of `fa3_lib`, its registers for S, P, T and O, and those that overlap takes."""
+    config = fp8_config(d, d, False, two_level=two_level)
+    return [
+        f"d {d}, {'two levels' if two_level else 'one level'}",
+        f"{config.tile_m} x {config.tile_n}",
+        f"{config.parts} of {config.pv_columns} columns" if two_level else "none",
+        "yes" if config.overlap else "no",
+        config.accumulator_registers,
+        replace(config, overlap=True).accumulator_registers,
+        config.consumer_registers - budget.OTHER_REGISTERS,
+    ]
+
+
+table(
+    ["", "rows x keys", "T in parts", "overlap", "registers", "with overlap", "there are"],
+    [register_row(d, two_level) for two_level in (True, False) for d in DIMS],
+)
+
+# %% [markdown]
+# At head dim 64, S, P, T and O fit side by side (T of 32 columns: a product so narrow is not at full rate, but here the exponentials are the long part). At 128 and 256 they do not: S, and then P and T, take turns in the same registers. A consumer's softmax then has only the products of the *other* consumers to run
+# under (three consumers at 128, but two at 256), and T's parts are started, awaited and added one by one. With one level there is no T, and all of them overlap. So the second level costs no
+# instruction, and yet time: through the registers.
+#
+# What would be next:
+#
+# * **Head dim 128, overlapped.** Two consumers have the registers for it, with T in parts; in the sweep (`python -m bench.fp8 --sweep`) three consumers without overlap were faster. The parts would have to overlap one another, too.
+# * **Head dim 256.** O alone takes more than half of the registers. Fewer keys per block make room, and make products short.
+# * **The maximum off the way.** The 16-bit kernel computes none in blocks without a mask, since weights above 1 do no harm there. P in e4m3 ends at 448: a smaller offset would buy some room, with smaller weights lost below.
+# * **Short sequences.** Turn V in the kernel, or let whoever writes V write it turned (`quantize.transpose_v`).
 
 # %% [markdown]
 # ## 12. Three questions

@@ -25,7 +25,7 @@ def names_of(*parts: str, **given) -> dict:
     """What the cells that hold these texts define, run after the lesson's first cell."""
     names: dict = {}
     exec(cell("import importlib.util"), names)
-    names |= {"display": lambda _: None, "print": lambda *_: None} | given
+    names |= {"display": lambda _: None, "print": lambda *_: None, "guess": None} | given
     for part in parts:
         exec(cell(part), names)
     return names
@@ -86,6 +86,7 @@ def test_turned_inside_and_before_are_the_same_bits(lesson):
 
 
 SHAPE = {"direction": "fwd", "dtype": "fp8", "batch": 1, "heads": 16, "ms": 2.0}
+GEMM = results.Row("cublas", "gemm", "fp8", seqlen=8192, ms=1.0)  # the yardstick that such a run has besides
 
 
 def stored_run(rows, **changes):
@@ -107,7 +108,7 @@ def shown_by(part, function, run):
     return tables, said
 
 
-@pytest.mark.parametrize("what", ("quantize", "errors", "speeds"))
+@pytest.mark.parametrize("what", ("quantize", "errors", "speeds", "ratios"))
 def test_nothing_stored_is_said(what):
     tables, said = shown_by(f"def show_{what}", f"show_{what}", None)
     assert not tables and len(said) == 1 and said[0].startswith("no row stored yet: `python -m bench.")
@@ -139,7 +140,9 @@ def test_stored_errors_are_shown():
         "| one scale per tensor | 0.024 | 2.1e-02 |" in table
         and "| one scale per head, rotated |  | 8.7e-03 |" in table
     )
-    assert "a card" in said[-1]
+    assert (
+        "a card" in said[-1] and "needle, 262,144 keys: fa3_lib 25 %, fa3_lib, one level 25 %, FA3 (C++) 25 %" in said
+    )
 
 
 def test_stored_speeds_are_shown():
@@ -150,7 +153,47 @@ def test_stored_speeds_are_shown():
         for causal in (False, True)
         for n in (1024, 16384)
     ]
-    (table,), _ = shown_by(
-        "def show_speeds", "show_speeds", stored_run([*rows, results.Row("cublas", "gemm", "fp8", seqlen=8192, ms=1.0)])
-    )
+    (table,), _ = shown_by("def show_speeds", "show_speeds", stored_run([*rows, GEMM]))
     assert "| 1024 | 5.0 % | 5.0 % |" in table and "| 16384 |" in table
+
+
+def test_stored_ratios_are_shown():
+    """Geometric means over both masks and the lengths from 1k on, where both kernels have a row."""
+    speeds = {"fa3": 400.0, "fa3_lib": 100.0, "fa3_lib one level": 800.0}
+    rows = [
+        results.Row(
+            name, head_dim=d, causal=causal, seqlen=n, tflops=tflops * (4 if causal and d == 256 else 1), **SHAPE
+        )
+        for name, tflops in speeds.items()
+        for d in (64, 256)
+        for causal, n in ((False, 512), (False, 1024), (True, 1024))
+        if (name, d, causal) != ("fa3", 256, True)
+    ]
+    rows.append(results.Row("fa3", head_dim=256, causal=True, seqlen=1024, tflops=100.0, **SHAPE))
+    (table,), said = shown_by("def show_ratios", "show_ratios", stored_run([*rows, GEMM]))
+    assert "| two levels / FA3 | 0.25 | 1.00 |" in table and "| one level / FA3 | 2.00 | 8.00 |" in table
+    assert "| two levels, the kernel / FA3 |  |  |" in table and "1 times" in said[0]
+
+
+def test_the_text_says_what_the_stored_rows_say():
+    """Where sentences about FP8's speeds and errors lean on the rows that the repository stores."""
+    speeds, errors = results.experiments("fp8"), results.experiments("fp8error")
+    assert speeds and errors
+    ratio = names_of("def ratios")["ratios"](speeds)
+    level = [ratio["two levels / FA3", d] for d in (64, 128, 256)]
+    assert 0.97 < level[0] < 1.04 and 0.9 < level[1] < 0.97 and level[2] < 0.9
+    ahead = [ratio["one level / FA3", d] for d in (64, 128, 256)]
+    assert min(ahead[0], ahead[2]) > 1 and 0.94 < ahead[1] < 1
+    cost = [ratio["two levels / one level", d] for d in (64, 128, 256)]
+    assert min(cost[:2]) > 0.95 and cost[2] < 0.9
+
+    longest = max(row.seqlen for row in errors.rows)
+    for question in ("V = 1", "V = 1, equal scores", "V has a mean"):
+        error = {who: errors.one(kernel=f"{question}: {who}", seqlen=longest).error for who in ("fa3", "fa3_lib")}
+        assert error["fa3"] > 0.5 and error["fa3_lib"] < 2**-8, question
+    needle = [errors.one(kernel=f"needle: {who}", seqlen=longest).error for who in ("fa3_lib one level", "fa3_lib")]
+    assert needle[0] > 0.1 and needle[1] == 0
+    table_3 = {
+        rotated: errors.one(kernel=f"table 3: one scale per tensor{rotated}").error for rotated in ("", ", rotated")
+    }
+    assert table_3[", rotated"] < 0.6 * table_3[""]

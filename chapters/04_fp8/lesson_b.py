@@ -58,12 +58,10 @@ HAS_CUTE = importlib.util.find_spec("cutlass") is not None
 SEED = np.random.SeedSequence().entropy % 2**32
 rng = np.random.default_rng(SEED)  # fresh inputs in every run; to repeat one, write its seed here
 FILE, RUNG7 = "chapters/04_fp8/steps/rung10_fp8.py", "chapters/03_pingpong/steps/rung07_overlap.py"
-# stored runs: of FP8, and the newest of `fa3 bench` that measured FA3 in bf16 or this rung
-RUNS = [
-    run
-    for run in (results.experiments("fp8"), results.latest(kernel="rung10_fp8"), results.latest(kernel="fa3"))
-    if run
-]
+# stored runs: of FP8's own measurement, and the newest that measured this rung, and FA3 in bf16
+IN_BF16 = [run for run in results.load() if run.select(kernel="fa3", dtype="bf16")]
+FOUND = (results.experiments("fp8"), results.latest(kernel="rung10_fp8"), results.latest(IN_BF16))
+RUNS = list({run.path: run for run in FOUND if run}.values())
 DIMS, LONG = (64, 128, 256), {"causal": False, "seqlen": 16_384}
 # rung 10's tiles (its file needs CuTe, so the numbers stand here, too, and are compared)
 CONFIGS = {

@@ -119,8 +119,11 @@ def configurations():
     for i, d in enumerate(HEAD_DIMS):
         for two_level in (True, False):
             yield fp8_config(d, d, two_level == bool(i % 2), two_level=two_level)
-            yield fp8_config(d, d, False, two_level=two_level, **EVERYTHING)
-        yield fp8_config(d, d, True, 64, pack_gqa=8, two_level=not i % 2)
+        yield fp8_config(d, d, False, **EVERYTHING)
+    for d in (128, 256):
+        yield fp8_config(d, d, False, two_level=False, **EVERYTHING)
+    yield fp8_config(64, 64, True, 64, pack_gqa=8)
+    yield fp8_config(128, 128, True, 64, pack_gqa=8, two_level=False)
     yield fp8_config(64, 256, False)
     yield fp8_config(192, 128, True)
 

@@ -679,10 +679,10 @@ sim_view.explore(ping_pong=False, overlap=True)
 
 # %% [markdown]
 # **Our own kernels do not repeat the paper's ablation, and that is worth a minute.** At d 128 either idea *alone* brings nearly all of what both bring together; without turns, and even without
-# a producer, the kernel is about level. At d 64, with two consumers, turns even cost something beside overlap.
+# a producer, the kernel is about level. In the run of whole kernels rung 7 is a little behind rung 6. At d 64, with two consumers, turns even cost something beside overlap.
 #
 # The two ideas are two ways to one end: something for the tensor cores to do during a softmax. When one of them has filled the gap, the other finds little left to fill. What both leave is
-# the same: at d 128 a card at its limit of power (look at the clocks; the highest is near 2 GHz), at d 64 the MUFU, for which both consumers queue, with turns or without. And
+# the same: at d 128 a card at its limit of power (compare the clocks of d 128 and d 64), at d 64 the MUFU, for which both consumers queue, with turns or without. And
 # rung 5, "neither", is better on the card than in the simulator, whose two consumers meet at their softmax more often than the card's do. The
 # paper's kernel lost far more without either; its card, dtype, compiler, tiles and the rest of its loop are others, and which of these it is, our rows cannot say. Whoever
 # needs to know measures on *their* kernel, as the library did: its table of tiles takes turns at d 64 and d 256, and none at d 128 (section 13).
@@ -945,7 +945,7 @@ plt.show()
 #
 # ## 12. What FA3 left on the table, and what we tried
 #
-# FA3's kernel leaves work on the table that later kernels, or arithmetic, point at: it multiplies O by its factor after every block, whether the maximum grew
+# FA3's released kernel leaves work on the table that later kernels, or arithmetic, point at: it multiplies O by its factor after every block, whether the maximum grew
 # or not; it takes every exponential from the MUFU, also where the MUFU is the longest queue; both maxima of a thread come before all of its exponentials; one warp loads Q, K
 # and V in turn. Each of these invites a trick, and each trick a prediction.
 #
@@ -980,7 +980,7 @@ for row, entry in enumerate(tried):
         marker, colour = MARKERS.get(change.shape.partition(" ")[0], ("x", plots.GREY))
         face = "white" if "causal" in change.shape else colour
         ax.plot(100 * (change.ratio - 1), row, marker, color=colour, markerfacecolor=face, markersize=7)
-    label = f"{row + 1}  {entry.title[:40]}{'…' if len(entry.title) > 40 else ''}"
+    label = f"{row + 1}  {entry.title[:30]}{'…' if len(entry.title) > 30 else ''}"
     ax.text(-0.01, row, label, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=9.5,
             color=plots.RED if entry.lost else "black")  # fmt: skip
 for d, (marker, colour) in MARKERS.items():
@@ -1065,7 +1065,7 @@ for title in ("two warps", "maximum of row 2"):
 #
 # ### Two more predictions
 #
-# The last two notes above are a pair of another kind. **Two warps for K and V** was predicted by the simulator and lost everywhere; we have not found out why. That is an
+# The last two notes above are a pair. **Two warps for K and V** was predicted by the simulator and lost everywhere; we have not found out why. That is an
 # honest state of a note, and an invitation. **The maximum of
 # row 2** held: each thread has two rows, and if both maxima come first and all exponentials after, the MUFU idles meanwhile; so mix them. With two consumers (d
 # 128, 256) it brought more than half of what was predicted, and nothing where a third one fills
@@ -1078,8 +1078,8 @@ for title in ("two warps", "maximum of row 2"):
 #
 # ### No maximum on the way
 #
-# Look at a block that needs no mask, under PV of the block before. Its softmax first takes the maximum, 64 comparisons per row and thread, then asks the three neighbours
-# for theirs, and only then may the first exponential start. What is the maximum for? Softmax divides by the sum of the same weights:
+# Look at a block that needs no mask, under PV of the block before. Its softmax first takes the maximum: of 128 keys a thread has 32 scores in each of two rows and compares them all, then asks three
+# neighbours for theirs, and only then may the row's first exponential start. What is the maximum for? Softmax divides by the sum of the same weights:
 #
 # $$\text{out} = \frac{\sum_j 2^{s_j - m}\, v_j}{\sum_j 2^{s_j - m}}$$
 #
@@ -1184,8 +1184,8 @@ plt.show()
 #
 # * *A vote.* The sums of the weights are needed anyway. One comparison of a thread's two sums with 2^40 (fp16: 2^14, since its largest number is 65504), then a vote of the
 #   consumer's 128 threads (`barrier.red.or`): computing S once more is the whole warpgroup's work, and all must agree to do it.
-# * *S once more.* Its registers hold P by now. So K's slot in the ring is kept until after the vote, and the product is repeated; a block costs twice then, which is
-#   of no account if it is rare.
+# * *S once more.* Its registers hold P by now. So K's slot in the ring is kept until after the vote, and the product is repeated; such a block costs nearly twice, which is
+#   of no account where it is rare.
 # * *A decision per row.* Only rows that grew too large get their new maximum. The others would be right with either, but their bits would then depend on who shares the tile.
 #   As it is, a row's output depends on that row alone.
 
@@ -1302,7 +1302,7 @@ guess = None  # fa3_lib over the best peer of each shape, geometric mean, 1k to 
 table = comparison.shapes(RUN) if RUN else []
 if table:
     dims = sorted({shape.head_dim for shape in table})
-    fig, axes = plt.subplots(2, len(dims), figsize=(plots.WIDTH, 5), sharex=True, sharey=True, squeeze=False)
+    fig, axes = plt.subplots(2, len(dims), figsize=(plots.WIDTH, 4.4), sharex=True, sharey=True, squeeze=False)
     for causal, line in zip((False, True), axes, strict=True):
         for d, ax in zip(dims, line, strict=True):
             here = [shape for shape in table if (shape.head_dim, shape.causal) == (d, causal)]
@@ -1470,7 +1470,7 @@ if not STAMPED:
 # ## Where to go
 #
 # * The lab of this chapter: turns, overlap and plans of your own, and the bugs that go with them.
-# * `fa3 sim 7 --d 64`, `fa3 sim 8`: other shapes without a GPU. `bench/NOTES.md`: the next prediction is yours.
+# * `fa3 sim 7 --d 64`, `fa3 sim 8`, `fa3 sim 9`: other shapes and the library's kernel without a GPU. `bench/NOTES.md`: the next prediction is yours.
 # * Chapter 4: 8-bit products take half the time, and exponentials do not. Everything in this chapter gets tighter.
 #
 # **Sources.** Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608) and its C++ source; the FlashAttention-4 source (CuTe DSL); NVIDIA, CUDA C++ programming

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fa3_course.simulated import parts
-from fa3_lib.config import HEAD_DIMS, ForwardConfig, forward_config
+from fa3_lib.config import HEAD_DIMS, SMEM_LIMIT, ForwardConfig, forward_config
 from hopper_sim import HOPPER, GlobalTensor, Machine, Report, launch
 
 E4M3_MAX = 448.0
@@ -48,6 +48,7 @@ class SimulatedRung:
 # keys of a block by compiled head dim, in the rungs before the library's own kernel: as chapters/02 and 03 have them
 TILE_N = {64: 128, 128: 128, 192: 96, 256: 80}
 TILE_N_8BIT = 128  # for every head dim
+PERSISTENT_TILES = {64: (192, 128), 128: (128, 128), 192: (128, 112), 256: (128, 80)}  # rung 8's (tile_m, tile_n)
 
 RUNGS = {
     "3": SimulatedRung(
@@ -64,7 +65,7 @@ RUNGS = {
     "6": SimulatedRung("rung06", "ping-pong", {"tile_m": 128, "ping_pong": True}),
     "7": SimulatedRung("rung07", "softmax under PV", {"tile_m": 128, "ping_pong": True}),
     "7b": SimulatedRung("rung07b", "overlap without warp specialisation", {"tile_m": 128}),
-    "8": SimulatedRung("rung08", "persistent", {"dynamic": False}, persistent=True),
+    "8": SimulatedRung("rung08", "persistent", {}, persistent=True),
     "9": SimulatedRung("rung09", "dynamic tiles, blocks without a maximum: the library's kernel", {}, persistent=True),
     "10": SimulatedRung("rung10", "FP8", {"tile_m": 128, "ping_pong": True, "element_bytes": 1}, fp8=True),
     "11": SimulatedRung("rung10", "FP8, two-level", {"tile_m": 128, "ping_pong": True, "element_bytes": 1}, fp8=True),
@@ -101,8 +102,13 @@ def configuration(
         text = f"rung 11 keeps a second accumulator as wide as O: for head_dim {head_dim} both need more registers than a thread has"
         raise ValueError(f"{text}; take head_dim up to 128, or rung 10")
     r = rung(number)
-    if r.persistent:
-        config = replace(forward_config(head_dim, head_dim, causal, seqlen_q), **r.changes)
+    if number == "9":
+        config = forward_config(head_dim, head_dim, causal, seqlen_q)
+    elif number == "8":
+        tile_d = next(d for d in PERSISTENT_TILES if d >= head_dim)
+        config = ForwardConfig(tile_d, tile_d, *PERSISTENT_TILES[tile_d], causal=causal, ping_pong=True)
+        roomier = replace(config, own_output=True)
+        config = roomier if roomier.smem_bytes <= SMEM_LIMIT else config
     else:
         tile_d = next(d for d in TILE_N if d >= head_dim)
         tile_n = TILE_N_8BIT if r.fp8 else TILE_N[tile_d]

@@ -1,5 +1,6 @@
 """The simulated rungs share their counts with the DSL kernel, and a wrong count or a wrong line fails here, by name."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +24,7 @@ def run(number, config, seqlen_q=128, seqlen_k=200, seed=0, machine=HOPPER, d=64
     return simulated.simulate(number, q, k, v, config.causal, config=config, machine=machine, seed=seed)
 
 
-@pytest.mark.parametrize("number", ["3", "4", "5", "6", "7"])
+@pytest.mark.parametrize("number", ["3", "4", "5", "6", "7", "7b", "8"])
 def test_the_dsl_rung_is_compiled_from_the_same_configuration(number):
     pytest.importorskip("cutlass", reason="the rungs' files import the DSL")
     try:
@@ -35,11 +36,9 @@ def test_the_dsl_rung_is_compiled_from_the_same_configuration(number):
             assert module.make_config(head_dim, causal) == simulated.configuration(number, head_dim, causal)
 
 
-def test_rung_8_is_the_library_with_tiles_by_plan():
-    for seqlen_q in (None, 1024, 4096):
-        for d in (64, 128, 256):
-            library = replace(forward_config(d, d, True, seqlen_q), dynamic=False)
-            assert simulated.configuration("8", d, True, seqlen_q) == library
+def test_rung_9_is_the_library():
+    for seqlen_q, d, causal in itertools.product((None, 512, 4096), (64, 128, 256), (False, True)):
+        assert simulated.configuration("9", d, causal, seqlen_q) == forward_config(d, d, causal, seqlen_q)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

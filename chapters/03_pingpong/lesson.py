@@ -773,7 +773,7 @@ for title in ("persistent ctas", "output memory of its own"):
 # 5. no plan: a counter in memory hands the next tile, longest first, to whoever is free (FA3).
 
 # %%
-guess = None  # which plan did we keep? its number
+guess = None  # which plan does rung 8 follow? its number
 
 # %%
 sms = RUN.sms if RUN and RUN.sms else HOPPER.sms
@@ -795,7 +795,7 @@ for ax, series, title in ((left, balance, "SMs at work: plans, %"), (right, in_f
 right.axvline((RUN.l2_bytes if RUN and RUN.l2_bytes else 50e6) / 1e6, color=plots.RED, label="L2 of the card")
 fig.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=4)
 plt.show()
-reveal("kept: plan", guess, 1 + list(plans.PLANS.values()).index(plans.mirror_pairs))
+reveal("rung 8 follows plan", guess, 1 + list(plans.PLANS.values()).index(plans.mirror_pairs))
 display(Markdown(notes.find("tiles in pairs").quote()))
 
 # %% [markdown]
@@ -1166,7 +1166,7 @@ left.set(
     xlabel="log2 of a thread's largest sum",
     ylabel="percent of pairs above",
 )
-left.legend(fontsize=9, loc="lower left")
+left.legend(fontsize=9, loc="upper right")
 series = [
     (word, [max(errors[limit] for *_, errors in heads) for heads in found.values()], colour)
     for limit, word, colour in ((0.0, "maximum taken", plots.LIGHT), (2.0**40, "maximum kept", plots.BLUE))

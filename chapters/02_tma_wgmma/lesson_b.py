@@ -51,7 +51,7 @@ HAS_CUTE = importlib.util.find_spec("cutlass") is not None
 SEED = np.random.SeedSequence().entropy % 2**32
 rng = np.random.default_rng(SEED)  # fresh inputs in every run; to repeat one, write its seed here
 EXPERIMENTS = results.experiments("02")  # one stored run of all variants below
-RUN = results.latest(kernel="fa2")  # one stored run of the ladder, FA2 and all head dims included
+RUN = results.latest(kernel="fa2")  # one stored run of the ladder, with FA2 and head dim 64
 print(f"seed {SEED}; CuTe DSL {'is here' if HAS_CUTE else 'has no wheels for this system: its cells say so and go on'}")
 
 

@@ -1218,7 +1218,7 @@ if HAS_CUTE:
 
 # %% [markdown]
 # The other comparisons belong to the first block, to masked ones, and to the repair. What the simulated SM says of the idea (its rung 9 against its rung 8, the same tiles), and what
-# the card said. The simulator promises little, since it knows a maximum as so many comparisons on a unit that is never full; on the card they were a chain
+# the card said. Where the simulator promises less, mind what it does not know: to it a maximum is so many comparisons on a unit that is never full; on the card they were a chain
 # of dependent instructions in front of every exponential, and what they pushed back stood behind a wait:
 
 # %%

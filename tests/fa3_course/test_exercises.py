@@ -655,9 +655,15 @@ def test_wrong_answers_are_refused(number):
     for fault, (old, _, _) in faults.items():
         assert exercise.solution.count(old) >= 1, f"{fault}: the solution has no `{old}`"
     texts = [exercise.solution.replace(old, new) for old, new, _ in faults.values()]
-    for (fault, (_, _, name)), result in zip(faults.items(), evaluate_apart(number, texts), strict=True):
-        assert result["state"] == "failed", f"{fault}: accepted"
-        assert any(name in n for n in failing(result)), f"{fault}: refused only by {failing(result)}, not by `{name}`"
+    unnamed = dict(faults)
+    for _ in range(3):  # properties draw their inputs: one may miss a fault that another has already refused
+        for (fault, (_, _, name)), result in zip(faults.items(), evaluate_apart(number, texts), strict=True):
+            assert result["state"] == "failed", f"{fault}: accepted"
+            if any(name in n for n in failing(result)):
+                unnamed.pop(fault, None)
+        if not unnamed:
+            return
+    raise AssertionError(f"refused, but not by the property meant for it: {unnamed}")
 
 
 @pytest.mark.parametrize("number", EXERCISES, ids=lambda n: f"{n}-seed{SEED}")

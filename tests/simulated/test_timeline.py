@@ -156,8 +156,8 @@ def test_the_table_compares_rows_and_says_when_there_are_none():
     comparison, library = predict.compare(run)
     want = predict.predict("6", 64, False, 1024, 16, 32, 1.7).tflops
     assert comparison.prediction.tflops == want and comparison.ratio == want / 400
-    assert library.rung == "8"
-    assert library.prediction.tflops == predict.predict("8", 64, True, 1024, 16, 32, 1.7).tflops
+    assert library.rung == "9"
+    assert library.prediction.tflops == predict.predict("9", 64, True, 1024, 16, 32, 1.7).tflops
     assert f"| 6 | d64 full b16 s1024 h32 | 1700 | 400 | {want:.0f} |" in predict.table(run)
 
 

@@ -185,6 +185,11 @@ class ForwardConfig:
             f"S + P + O = {self.accumulator_registers} of {self.consumer_registers} per consumer thread"
         )
 
+    def with_room(self) -> "ForwardConfig":
+        """Self, with memory of its own for the output where shared memory has room for it."""
+        roomier = replace(self, own_output=True)
+        return roomier if roomier.smem_bytes <= SMEM_LIMIT else self
+
     def validate(self) -> "ForwardConfig":
         """Returns self, or raises ValueError with the broken rule and, where it is one of room, the budget."""
         shape = (
@@ -268,5 +273,4 @@ def forward_config(
         causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
         dynamic=causal and widest <= 128 and rows >= DYNAMIC_CAUSAL,
     )  # fmt: skip
-    roomier = replace(config, own_output=True)
-    return (roomier if roomier.smem_bytes <= SMEM_LIMIT else config).validate()
+    return config.with_room().validate()

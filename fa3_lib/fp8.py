@@ -2,7 +2,6 @@
 kernel's roundings in PyTorch."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -77,12 +76,9 @@ def forward(
             q, k, v, softmax_scale, config, softcap, sinks, *window, DTYPE, OUT_DTYPE, EXPONENT_OFFSET
         )
 
-    out = torch.empty(plan.out_shape, dtype=OUT_DTYPE, device=device)
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=device) if with_lse else None
-    if plan.empty:  # TMA knows no empty tensors
-        if with_lse:
-            lse.copy_(sinks[:, None]) if sinks is not None else lse.fill_(-math.inf)
-        return out.zero_(), lse
+    out, lse = interface.outputs(plan, OUT_DTYPE, device, sinks, with_lse)
+    if plan.empty:
+        return out, lse
     vt = v if transposed else transpose_v(v)
     if (q.data_ptr() | k.data_ptr() | vt.data_ptr()) % checks.TMA_ALIGNMENT:
         checks.refuse_misaligned(q=q, k=k, v=vt)
@@ -92,13 +88,7 @@ def forward(
     descales = [ones(k.shape[0], k.shape[2], device) if x is None else x for x in (q_descale, k_descale, v_descale)]
     kernel = forward_kernel(config, OUT_DTYPE, with_lse)
     scalars = (softmax_scale, softcap, *window, plan.ctas)
-    if device.index == torch.cuda.current_device():
-        counter = interface._counter(device) if config.dynamic else None
-        kernel(q, k, vt, out, lse, sinks, counter, *descales, *scalars)
-    else:
-        with torch.cuda.device(device):
-            counter = interface._counter(device) if config.dynamic else None
-            kernel(q, k, vt, out, lse, sinks, counter, *descales, *scalars)
+    interface.launch(kernel, config, device, (q, k, vt, out, lse, sinks), (*descales, *scalars))
     return out, lse
 
 

@@ -236,24 +236,37 @@ def _forward(
     if not plan.ctas:
         return tiled.attention(q, k, v, softmax_scale, config, softcap, sinks, plan.window_left, plan.window_right)
 
-    out = torch.empty(plan.out_shape, dtype=q.dtype, device=device)
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=device) if with_lse else None
-    if plan.empty:  # TMA knows no empty tensors
-        if with_lse:
-            lse.copy_(sinks[:, None]) if sinks is not None else lse.fill_(-math.inf)
-        return out.zero_(), lse
+    out, lse = outputs(plan, q.dtype, device, sinks, with_lse)
+    if plan.empty:
+        return out, lse
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT:
         checks.refuse_misaligned(q=q, k=k, v=v)
     if plan.strides != (None, None, None):
         q, k, v = (x if s is None else x.as_strided(x.shape, s) for x, s in zip((q, k, v), plan.strides, strict=True))
     kernel = forward_kernel(config, q.dtype, with_lse)
     scalars = (softmax_scale, softcap, plan.window_left, plan.window_right, plan.ctas)
+    launch(kernel, config, device, (q, k, v, out, lse, sinks), scalars)
+    return out, lse
+
+
+def outputs(plan, dtype, device, sinks, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) for a kernel to fill; where the plan says that there is nothing to compute, filled (TMA knows no empty tensors)."""
+    out = torch.empty(plan.out_shape, dtype=dtype, device=device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=device) if with_lse else None
+    if plan.empty:
+        out.zero_()
+        if with_lse:
+            lse.copy_(sinks[:, None]) if sinks is not None else lse.fill_(-math.inf)
+    return out, lse
+
+
+def launch(kernel, config: ForwardConfig, device: torch.device, tensors: tuple, arguments: tuple) -> None:
+    """`kernel(*tensors, counter, *arguments)` with `device` as the current one; the counter is None unless tiles are dynamic."""
     if device.index == torch.cuda.current_device():
-        kernel(q, k, v, out, lse, sinks, _counter(device) if config.dynamic else None, *scalars)
+        kernel(*tensors, _counter(device) if config.dynamic else None, *arguments)
     else:
         with torch.cuda.device(device):
-            kernel(q, k, v, out, lse, sinks, _counter(device) if config.dynamic else None, *scalars)
-    return out, lse
+            kernel(*tensors, _counter(device) if config.dynamic else None, *arguments)
 
 
 def _counter(device: torch.device) -> torch.Tensor:

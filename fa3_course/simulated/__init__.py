@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fa3_course.simulated import parts
-from fa3_lib.config import HEAD_DIMS, SMEM_LIMIT, ForwardConfig, forward_config
+from fa3_lib.config import HEAD_DIMS, ForwardConfig, forward_config
 from hopper_sim import HOPPER, GlobalTensor, Machine, Report, launch
 
 E4M3_MAX = 448.0
@@ -106,9 +106,7 @@ def configuration(
         config = forward_config(head_dim, head_dim, causal, seqlen_q)
     elif number == "8":
         tile_d = next(d for d in PERSISTENT_TILES if d >= head_dim)
-        config = ForwardConfig(tile_d, tile_d, *PERSISTENT_TILES[tile_d], causal=causal, ping_pong=True)
-        roomier = replace(config, own_output=True)
-        config = roomier if roomier.smem_bytes <= SMEM_LIMIT else config
+        config = ForwardConfig(tile_d, tile_d, *PERSISTENT_TILES[tile_d], causal=causal, ping_pong=True).with_room()
     else:
         tile_d = next(d for d in TILE_N if d >= head_dim)
         tile_n = TILE_N_8BIT if r.fp8 else TILE_N[tile_d]

@@ -18,7 +18,6 @@ Look for in SASS    HGMMA, MUFU.EX2 and UTMALDG as in rung 7, in one more loop
 
 import enum
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
@@ -33,7 +32,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fa3_course import device_softmax as softmax
 from fa3_course import rung_host
-from fa3_lib.config import SMEM_LIMIT, WARPGROUP, WGMMA_M, ForwardConfig, ceil_div
+from fa3_lib.config import WARPGROUP, WGMMA_M, ForwardConfig, ceil_div
 
 WARP = 32
 TILES = {64: (192, 128), 128: (128, 128), 192: (128, 112), 256: (128, 80)}  # (tile_m, tile_n) by head dim
@@ -493,9 +492,7 @@ def partition_tma(atom, smem, gmem):
 def make_config(head_dim: int, causal: bool) -> ForwardConfig:
     """The tile shape for head dims up to `head_dim`; TMA fills the missing columns with zeros."""
     d = next(d for d in TILES if d >= head_dim)
-    config = ForwardConfig(d, d, *TILES[d], stages=STAGES, causal=causal, ping_pong=True)
-    roomier = replace(config, own_output=True)
-    return (roomier if roomier.smem_bytes <= SMEM_LIMIT else config).validate()
+    return ForwardConfig(d, d, *TILES[d], stages=STAGES, causal=causal, ping_pong=True).with_room().validate()
 
 
 def compile_rung(config: ForwardConfig, dtype: torch.dtype, options: str = ""):

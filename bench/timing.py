@@ -102,15 +102,15 @@ class EventTimer:
 class GraphTimer:
     """Kernel time: many calls over rotating inputs in one CUDA graph, replayed; no host work between the kernels.
 
-    The caller keeps `sets` alive as long as the timer: the graph holds their addresses. Outputs are allocated inside the
-    capture and belong to the graph's own pool.
+    The timer keeps the sets and the call, with all that it owns, alive: the graph holds their addresses. Outputs are
+    allocated inside the capture and belong to the graph's own pool.
     """
 
     name = "graph"
 
     def __init__(self, call: Call, sets: Sequence[tuple]):
         self.call_ms = EventTimer(call, sets).call_ms  # also compiles and builds plans before any capture
-        self.sets = sets
+        self.sets, self.call = sets, call  # the graph reads what they own: once freed, another capture may unmap it
         self.calls = graph_calls(self.call_ms, len(sets))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

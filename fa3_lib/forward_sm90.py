@@ -34,7 +34,7 @@ from fa3_lib.compiler import COMPILE_LOCK
 from fa3_lib.config import WARPGROUP, WGMMA_M, ForwardConfig, ceil_div
 from fa3_lib.consumer import WARP, Consumer, Scores
 from fa3_lib.loads import Loads, Ring, init_rings
-from fa3_lib.walk import L2_BYTES, Mailbox, Walk
+from fa3_lib.walk import L2_BYTES, TILES_PER_CTA, Mailbox, Walk
 
 WARPS_PER_GROUP = WARPGROUP // WARP
 ALIGN_SWIZZLE = 1024  # bytes: 128-byte swizzled tiles start on the 8-row pattern's boundary
@@ -112,6 +112,10 @@ class ForwardSm90:
         )
         tma_O, mO = cpasync.make_tiled_tma_atom(store, mO, cute.slice_(sO_layout, one_tile), (WGMMA_M, cfg.head_dim_v))
 
+        q_elements, o_elements = (cute.cosize(self.by_consumer(layout)) for layout in (sQ_layout, sO_layout))
+        if const_expr(not cfg.own_output):  # O in Q's place: the last consumer's may be wider than its Q
+            q_elements, o_elements = max(q_elements, o_elements), 0
+
         @cute.struct
         class SharedStorage:
             q_full: cute.struct.MemRange[Int64, consumers]
@@ -123,14 +127,13 @@ class ForwardSm90:
             mail_full: Int64
             mail_empty: Int64
             mail: cute.struct.MemRange[Int32, 2]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(self.by_consumer(sQ_layout))], ALIGN_SWIZZLE]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, q_elements], ALIGN_SWIZZLE]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sK_layout)], ALIGN_SWIZZLE]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sV_layout)], ALIGN_SWIZZLE]
-            o: cute.struct.Align[
-                cute.struct.MemRange[self.out_dtype, cute.cosize(sO_layout) if cfg.own_output else 0], ALIGN_SWIZZLE
-            ]
+            o: cute.struct.Align[cute.struct.MemRange[self.out_dtype, o_elements], ALIGN_SWIZZLE]
 
         self.shared_storage = SharedStorage
+        self.check_size(SharedStorage.size_in_bytes())
 
         # one softmax factor before tanh and one after it, or one in all
         factor = softmax_scale
@@ -142,10 +145,10 @@ class ForwardSm90:
         tiles_per_unit = 2 if const_expr(cfg.causal and not cfg.dynamic) else 1
         units = ceil_div(m_blocks, tiles_per_unit) * mQ.shape[2] * mQ.shape[3]
         ctas = cutlass.min(units, max_ctas)
-        # the dynamic walk: heads whose K and V fit in L2 together, but three tiles for each CTA, so that they end together
+        # the dynamic walk: heads whose K and V fit in L2 together, but some tiles for each CTA, so that they end together
         bytes_per_head = Int64(seqlen_k) * (cfg.head_dim + cfg.head_dim_v) * cfg.element_bytes
         kv_heads = cutlass.min(Int32(Int64(L2_BYTES) // bytes_per_head), mK.shape[2] * mK.shape[3])
-        section = cutlass.max(kv_heads * (mQ.shape[2] // mK.shape[2]), ceil_div(3 * ctas, m_blocks))
+        section = cutlass.max(kv_heads * (mQ.shape[2] // mK.shape[2]), ceil_div(TILES_PER_CTA * ctas, m_blocks))
         self.kernel(
             tma_Q, mQ, tma_K, mK, tma_V, mV, tma_O, mO, mLSE, mSinks, mCounter, descales,
             sQ_layout, sK_layout, sV_layout, sO_layout,
@@ -233,6 +236,11 @@ class ForwardSm90:
             tiles = sQ[None, None, me], sK, sV, sO[None, None, me]
             consumer = self.consumer_type(cfg, self.dtype, walk, scores, me, own_Q, K, V, *tiles, descales)
             consumer.run(tma_O, mO, mLSE, mSinks)
+
+    def check_size(self, size: int) -> None:
+        """1 KB of the configuration's sum is for barriers and alignment: with fewer bytes, one thing lies on another."""
+        if not self.config.smem_bytes - 1024 < size <= self.config.smem_bytes:
+            raise AssertionError(f"shared storage of {size} bytes. {self.config.budget()}")
 
     def by_consumer(self, layout: cute.ComposedLayout) -> cute.Layout:
         """(64, columns, consumer) of Q or O, without the swizzle. Where O takes Q's place, both of one consumer begin at the same

@@ -18,6 +18,7 @@ from cutlass import Int32, const_expr
 from fa3_lib.config import ForwardConfig, ceil_div
 
 L2_BYTES = 32 * 2**20  # what the K and V of a section may fill of the 50 MB: Q, O and the next section want some, too
+TILES_PER_CTA = 3  # that a section has at least
 
 
 class Walk:

@@ -1,5 +1,7 @@
+import gc
 import random
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -104,3 +106,14 @@ def test_the_cards_timers_call_on_every_set_and_give_samples(timer):
     assert min(counts) >= 1 and max(counts) - min(counts) <= 1
     assert samples and all(sample > 0 for sample in samples)
     assert timing.host_us(call, sets[0], calls=5, batches=3) > 0
+
+
+@pytest.mark.gpu
+def test_graph_timer_keeps_what_its_call_owns():
+    """A graph reads addresses: were a tensor of the call's own freed, the next capture would give its memory back."""
+    owned = torch.ones(1, device="cuda")
+    seen = weakref.ref(owned)
+    timer = timing.GraphTimer(lambda x, owned=owned: x + owned, [(torch.ones(8, device="cuda"),)] * 2)
+    del owned
+    gc.collect()
+    assert seen() is not None and timer.burst(1.0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fa3_lib import compiler, flash_attn_func
+from fa3_lib.config import HEAD_DIMS
 from tests.tolerance import assert_close_to_truth
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +47,15 @@ def test_every_head_dim(d):
         for causal in (False, True):
             q, k, v = draw(2, 200, 333, 4, 2, d, dv)
             assert_close_to_truth(*attend(q, k, v, causal=causal), q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("dv", HEAD_DIMS)
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_every_pair_of_tiles(d, dv):
+    """Several tiles for each CTA: an output that lies on anything but its own memory spoils the next tile."""
+    for causal in (False, True):
+        q, k, v = draw(2, 1500, 333, 16, 2, d, dv)
+        assert_close_to_truth(*attend(q, k, v, causal=causal), q, k, v, causal=causal)
 
 
 def test_softmax_scale():

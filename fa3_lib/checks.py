@@ -2,7 +2,8 @@
 
 import torch
 
-from fa3_lib.config import HEAD_DIMS
+from fa3_lib.config import HEAD_DIMS, ceil_div
+from fa3_lib.fp8_config import SCALE_BLOCK
 
 DTYPES = (torch.float16, torch.bfloat16)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,8 +49,14 @@ def check_sm_margin(sm_margin: int, sms: int) -> None:
 
 
 def check_descales(q: torch.Tensor, k: torch.Tensor, **descales: torch.Tensor | None) -> None:
-    """Raises TypeError or ValueError if a descale that is given is not fp32 (batch, kv_heads) beside float8 tensors."""
+    """Raises TypeError or ValueError unless the descales that are given are fp32 beside float8 tensors and of one kind: all
+    `(batch, kv_heads)`, or all three given, `(batch, heads, blocks)` of q, k and v (which has k's heads)."""
+    by_block = any(isinstance(x, torch.Tensor) and x.dim() == 3 for x in descales.values())
     for name, x in descales.items():
+        if by_block and x is None:
+            raise ValueError(
+                f"{name} is None beside descales of blocks; all three or none have a factor for each block"
+            )
         if x is None:
             continue
         if q.dtype not in FP8_DTYPES:
@@ -58,9 +65,13 @@ def check_descales(q: torch.Tensor, k: torch.Tensor, **descales: torch.Tensor | 
             raise TypeError(f"{name} is a {type(x).__name__}; a torch.Tensor is accepted")
         if x.dtype != torch.float32:
             raise TypeError(f"{name} is {x.dtype}; torch.float32 is accepted")
-        accepted = (k.shape[0], k.shape[2])
+        kind, accepted = "(batch, kv_heads)", (k.shape[0], k.shape[2])
+        if by_block:
+            rows = q if name == "q_descale" else k
+            kind = f"(batch, heads, blocks of {SCALE_BLOCK} rows)"
+            accepted = (k.shape[0], rows.shape[2], ceil_div(rows.shape[1], SCALE_BLOCK))
         if tuple(x.shape) != accepted:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; (batch, kv_heads) = {accepted} is accepted")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; {kind} = {accepted} is accepted")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}; one device is accepted")
 

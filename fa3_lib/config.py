@@ -62,6 +62,9 @@ class ForwardConfig:
     element_bytes: int = 2
     output_bytes: int = 2
 
+    # rows of ones below V in shared memory, which make the tensor core sum P; of FP8
+    sum_rows = 0
+
     # --- roles ---------------------------------------------------------------------------------------------------
 
     @property
@@ -130,7 +133,8 @@ class ForwardConfig:
     @property
     def smem_bytes(self) -> int:
         """Q, O, the K and V rings, and 1 KB for barriers and alignment."""
-        return self.q_and_o_bytes + self.stages * (self.k_bytes + self.v_bytes) + 1024
+        ones = self.tile_n * self.sum_rows * self.element_bytes
+        return self.q_and_o_bytes + self.stages * (self.k_bytes + self.v_bytes + ones) + 1024
 
     # --- tile ranges: producer, consumers and simulator call the same function --------------------------------------
 

@@ -2,7 +2,7 @@
 
 Each consumer has 64 query rows of every tile. Its main loop keeps two products in flight, S of a block and P V of the block
 before, and does its softmax under the latter and under the products of the other consumers (with ping-pong they take turns
-in issuing). Blocks that need no mask do without a maximum of their own: see `Consumer.finish_without_max`.
+in issuing). Blocks that need no mask do without a maximum of their own: see `Consumer.finish_unmasked`.
 """
 
 import enum
@@ -78,7 +78,7 @@ class Consumer:
     def __init__(
         self,
         config: ForwardConfig,
-        dtype,
+        dtypes,
         walk: Walk,
         scores: Scores,
         consumer,
@@ -90,21 +90,28 @@ class Consumer:
         sV,
         sO,
         descales=None,
+        with_lse=True,
     ):
-        self.config, self.dtype, self.walk, self.scores, self.consumer = config, dtype, walk, scores, consumer
+        """dtypes: of Q, K and V; P has V's unless a subclass says otherwise. with_lse: whether the LSE is to be stored."""
+        self.config, self.walk, self.scores, self.consumer = config, walk, scores, consumer
+        q_type, k_type, self.dtype = dtypes
+        self.with_lse = with_lse
         self.Q, self.K, self.V, self.sO, self.descales = Q, K, V, sO, descales
         # of one thread's weights in one block: far from the end of P's type, far above what most rows ever reach
-        self.largest_sum = 2.0**14 if dtype is cutlass.Float16 else 2.0**40
+        self.largest_sum = 2.0**14 if self.dtype is cutlass.Float16 else 2.0**40
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.mma_qk, self.mma_qk_first, self.mma_pv = (
-            make_mma_qk(config, dtype, True),
-            make_mma_qk(config, dtype, False),
-            make_mma_pv(dtype, config.head_dim_v),
+            make_mma_qk(config, (q_type, k_type), True),
+            make_mma_qk(config, (q_type, k_type), False),
+            make_mma_pv((self.p_type(), self.dtype), config.head_dim_v),
         )
         thr_qk, thr_pv = self.mma_qk.get_slice(self.thread), self.mma_pv.get_slice(self.thread)
         self.tSrQ = self.mma_qk.make_fragment_A(thr_qk.partition_A(sQ))
         self.tSrK = self.mma_qk.make_fragment_B(thr_qk.partition_B(sK))
         self.tOrV = self.mma_pv.make_fragment_B(thr_pv.partition_B(sV))
+
+    def p_type(self):
+        return self.dtype
 
     @cute.jit
     def run(self, tma_O, mO, mLSE, mSinks):
@@ -120,11 +127,11 @@ class Consumer:
             first, end = self.scores.key_range(m_block)
             n_blocks = cutlass.max(end - first, 0)
 
-            scale_log2, factor = self.scales(head, batch)
+            scales = self.scales(head, batch, first_row)
             self.Q.wait(taken)
             # `done` in a uniform register: the WGMMA descriptors of its stages are then computed there too
-            acc_O, row_max, row_sum = self.attend(
-                m_block, first_row, end, n_blocks, taken, cute.arch.make_warp_uniform(done), scale_log2, factor
+            acc_O, row_max, row_sum, sums = self.attend(
+                m_block, first_row, end, n_blocks, taken, cute.arch.make_warp_uniform(done), scales
             )
             done += n_blocks
 
@@ -134,9 +141,9 @@ class Consumer:
                 for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
                     row = first_row + softmax.row_in_tile(self.thread, r)
                     sink_log2[r] = mSinks[head * cfg.pack_gqa + row % cfg.pack_gqa] * math.log2(math.e)
-            row_scale, row_lse = softmax.finalize(row_max, row_sum, scale_log2, sink_log2, self.offset)
-            if const_expr(self.descales is not None):
-                out_scale = self.out_scale(head, batch)
+            row_scale, row_lse = softmax.finalize(row_max, row_sum, sums, scales[0], sink_log2, self.offset)
+            out_scale = self.out_scale(head, batch)
+            if const_expr(out_scale is not None):
                 for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
                     row_scale[r] = row_scale[r] * out_scale
             softmax.scale_rows(acc_O, row_scale)
@@ -148,20 +155,25 @@ class Consumer:
             taken += 1
         self.wait_for_store()  # shared memory must outlive the last store
 
-    def scales(self, head: Int32, batch: Int32):
+    def scales(self, head: Int32, batch: Int32, first_row: Int32):
         """Of one tile: the factor of its scores in exp2, and the one before the softcap's tanh."""
         return self.scores.scale_log2, self.scores.factor
 
+    def out_scale(self, head: Int32, batch: Int32):
+        """What the output is multiplied by beside 1 / sum, or None."""
+        return None
+
     @cute.jit
-    def attend(self, m_block, first_row, end, n_blocks, taken, done, scale_log2, factor):
-        """One tile; returns acc_O, row_max, row_sum, not yet normalised.
+    def attend(self, m_block, first_row, end, n_blocks, taken, done, scales):
+        """One tile; returns acc_O, row_max, row_sum (this thread's part), not yet normalised, and None: no other sums.
 
         Blocks are counted in the order of their visit, j = 0 for the last keys. Those masked at their right come first,
         those masked by the window's left side last.
         """
         cfg, tile_n = self.config, self.config.tile_n
+        scale_log2, factor = scales[:2]
         acc_S = cute.make_rmem_tensor(self.mma_qk.partition_shape_C((WGMMA_M, tile_n)), Float32)
-        tOrP = cute.make_rmem_tensor(self.mma_pv.partition_shape_A((WGMMA_M, tile_n)), self.dtype)
+        tOrP = cute.make_rmem_tensor(self.mma_pv.partition_shape_A((WGMMA_M, tile_n)), self.p_type())
         acc_O = cute.make_rmem_tensor(self.mma_pv.partition_shape_C((WGMMA_M, cfg.head_dim_v)), Float32)
         row_max = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
         row_sum = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
@@ -176,8 +188,8 @@ class Consumer:
             warpgroup.wait_group(0)
             self.K.release(done)
             self.scores.prepare(acc_S, factor, self.thread, first_row, (end - 1) * tile_n, masked=True)
-            softmax.step(acc_S, row_max, row_sum, scale_log2, may_be_empty=True)
-            softmax.to_operand(acc_S, tOrP)
+            softmax.step(acc_S, row_max, row_sum, scale_log2, True, self.offset)
+            self.to_operand(acc_S, tOrP)
 
             first_unmasked, end_unmasked = self.scores.unmasked_range(m_block, self.consumer)
             n_right = cutlass.max(end - end_unmasked, 1)
@@ -191,7 +203,7 @@ class Consumer:
                 self.finish_with_max(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor)
             for j in cutlass.range(n_right, n_full, unroll=1):
                 self.start_pair(state, done + j)
-                self.finish_without_max(state, done + j, scale_log2, factor)
+                self.finish_unmasked(state, done + j, scale_log2, factor)
             if const_expr(cfg.window):
                 for j in cutlass.range(n_full, n_blocks, unroll=1):
                     self.start_pair(state, done + j)
@@ -203,7 +215,7 @@ class Consumer:
             self.V.release(done + n_blocks - 1)
         else:
             self.release_q(taken)
-        return acc_O, row_max, row_sum
+        return acc_O, row_max, row_sum, None
 
     @cute.jit
     def start_pair(self, state, block):
@@ -218,19 +230,19 @@ class Consumer:
         warpgroup.wait_group(1)
 
     @cute.jit
-    def finish_with_max(self, state, block, first_row, first_col, scale_log2, factor):
-        """The softmax of a block that needs the mask, as the paper has it: maximum, weights, O rescaled."""
+    def finish_with_max(self, state, block, first_row, first_col, scale_log2, factor, masked: cutlass.Constexpr = True):
+        """The softmax of a block as the paper has it: mask, maximum, weights, O rescaled."""
         acc_S, tOrP, acc_O, row_max, row_sum = state
         self.K.release(block)
-        self.scores.prepare(acc_S, factor, self.thread, first_row, first_col, masked=True)
-        shrink = softmax.step(acc_S, row_max, row_sum, scale_log2, may_be_empty=True)
+        self.scores.prepare(acc_S, factor, self.thread, first_row, first_col, masked)
+        shrink = softmax.step(acc_S, row_max, row_sum, scale_log2, masked, self.offset)
         warpgroup.wait_group(0)
         self.V.release(block - 1)
-        softmax.to_operand(acc_S, tOrP)
+        self.to_operand(acc_S, tOrP)
         softmax.scale_rows(acc_O, shrink)
 
     @cute.jit
-    def finish_without_max(self, state, block, scale_log2, factor):
+    def finish_unmasked(self, state, block, scale_log2, factor):
         """The softmax of a block that every row sees, with the maximum of the blocks before it.
 
         Any number near the maximum serves as well: it cancels, and weights above 1 are as exact as those below. (Only the
@@ -249,7 +261,10 @@ class Consumer:
             self.issue_qk(acc_S, block)
             warpgroup.wait_group(0)
             self.scores.prepare(acc_S, factor, self.thread, 0, 0, masked=False)
-            shrink = softmax.raise_max(acc_S, row_max, block_sum, self.largest_sum, scale_log2)
+            excess = cute.make_rmem_tensor(softmax.ROWS_PER_THREAD, Float32)
+            for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
+                excess[r] = Float32(0.0) if block_sum[r] < self.largest_sum else Float32(1.0)  # NaN is too large
+            shrink = softmax.raise_max(acc_S, row_max, excess, scale_log2)
             softmax.scale_rows(acc_O, shrink)
             new_sum = softmax.weights(acc_S, row_max, scale_log2)
             for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
@@ -258,6 +273,9 @@ class Consumer:
         self.K.release(block)
         for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
             row_sum[r] = row_sum[r] + block_sum[r]
+        self.to_operand(acc_S, tOrP)
+
+    def to_operand(self, acc_S, tOrP):
         softmax.to_operand(acc_S, tOrP)
 
     @cute.jit
@@ -349,23 +367,23 @@ class Consumer:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-def make_mma_qk(config: ForwardConfig, dtype, accumulate: bool) -> cute.TiledMma:
-    """S (64, tile_n) = Q (64, d) K^T (d, tile_n), both operands K-major in shared memory."""
+def make_mma_qk(config: ForwardConfig, dtypes, accumulate: bool) -> cute.TiledMma:
+    """S (64, tile_n) = Q (64, d) K^T (d, tile_n), both operands K-major in shared memory; dtypes of Q and K."""
     mma = hopper.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (WGMMA_M, config.tile_n)
+        *dtypes, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (WGMMA_M, config.tile_n)
     )
     mma.set(warpgroup.Field.ACCUMULATE, accumulate)
     return mma
 
 
-def make_mma_pv(dtype, columns: int, accumulate: bool = True) -> cute.TiledMma:
-    """O (64, columns) += P (64, tile_n) V (tile_n, columns): P from registers, V as it was loaded.
+def make_mma_pv(dtypes, columns: int, accumulate: bool = True) -> cute.TiledMma:
+    """O (64, columns) += P (64, tile_n) V (tile_n, columns): P from registers, V as it was loaded; dtypes of P and V.
 
     V's columns are contiguous (MN-major); of 8 bits WGMMA takes contiguous keys only (K-major), and V comes transposed.
     """
-    v_major = OperandMajorMode.MN if dtype.width == 16 else OperandMajorMode.K
+    v_major = OperandMajorMode.MN if dtypes[1].width == 16 else OperandMajorMode.K
     mma = hopper.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, v_major, Float32,
+        *dtypes, OperandMajorMode.K, v_major, Float32,
         (1, 1, 1), (WGMMA_M, columns), warpgroup.OperandSource.RMEM,
     )  # fmt: skip
     mma.set(warpgroup.Field.ACCUMULATE, accumulate)

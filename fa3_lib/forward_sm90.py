@@ -53,6 +53,7 @@ class ForwardSm90:
     ):
         self.config = config.validate()
         self.dtype = dtype
+        self.dtypes = (dtype,) * 3  # of Q, K and V
         self.out_dtype = out_dtype or dtype
 
     @cute.jit
@@ -100,7 +101,8 @@ class ForwardSm90:
         v_major = LayoutEnum.COL_MAJOR if const_expr(dtype.width == 16) else row_major  # 8 bit: V comes transposed
         sQ_layout = hopper.make_smem_layout_a(row_major, (WGMMA_M, cfg.tile_n, cfg.head_dim), dtype, consumers)
         sK_layout = hopper.make_smem_layout_b(row_major, (WGMMA_M, cfg.tile_n, cfg.head_dim), dtype, cfg.stages)
-        sV_layout = hopper.make_smem_layout_b(v_major, (WGMMA_M, cfg.head_dim_v, cfg.tile_n), dtype, cfg.stages)
+        v_rows = cfg.head_dim_v + cfg.sum_rows
+        sV_layout = hopper.make_smem_layout_b(v_major, (WGMMA_M, v_rows, cfg.tile_n), dtype, cfg.stages)
         sO_layout = hopper.make_smem_layout_epi(self.out_dtype, row_major, (WGMMA_M, cfg.head_dim_v), consumers)
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -108,7 +110,7 @@ class ForwardSm90:
         tma_Q, mQ = cpasync.make_tiled_tma_atom(load, mQ, cute.slice_(sQ_layout, one_tile), (WGMMA_M, cfg.head_dim))
         tma_K, mK = cpasync.make_tiled_tma_atom(load, mK, cute.slice_(sK_layout, one_tile), (cfg.tile_n, cfg.head_dim))
         tma_V, mV = cpasync.make_tiled_tma_atom(
-            load, mV, cute.slice_(sV_layout, one_tile), (cfg.head_dim_v, cfg.tile_n)
+            load, mV, cute.slice_(self.loaded_part(sV_layout), one_tile), (cfg.head_dim_v, cfg.tile_n)
         )
         tma_O, mO = cpasync.make_tiled_tma_atom(store, mO, cute.slice_(sO_layout, one_tile), (WGMMA_M, cfg.head_dim_v))
 
@@ -195,9 +197,12 @@ class ForwardSm90:
                 cpasync.prefetch_descriptor(tma)
 
         storage = cutlass.memory.SmemAllocator().allocate(self.shared_storage)
-        sQ = storage.q.get_tensor(self.by_consumer(sQ_layout), swizzle=sQ_layout.inner)  # (64, d, consumer)
-        sK = storage.k.get_tensor(sK_layout.outer, swizzle=sK_layout.inner)  # (tile_n, d, stage)
-        sV = storage.v.get_tensor(sV_layout.outer, swizzle=sV_layout.inner)  # (dv, tile_n, stage)
+        q_type, k_type, v_type = self.dtypes
+        sQ = storage.q.get_tensor(self.by_consumer(sQ_layout), sQ_layout.inner, q_type)  # (64, d, consumer)
+        sK = storage.k.get_tensor(sK_layout.outer, sK_layout.inner, k_type)  # (tile_n, d, stage)
+        sV = storage.v.get_tensor(sV_layout.outer, sV_layout.inner, v_type)  # (dv + sum_rows, tile_n, stage)
+        loaded = self.loaded_part(sV_layout)
+        loaded_V = storage.v.get_tensor(loaded.outer, loaded.inner, v_type)  # (dv, tile_n, stage)
         o_memory = storage.o if const_expr(cfg.own_output) else storage.q
         sO = o_memory.get_tensor(self.by_consumer(sO_layout), swizzle=sO_layout.inner)  # (64, dv, consumer)
         K = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), cfg.stages, cfg.k_bytes)
@@ -214,6 +219,7 @@ class ForwardSm90:
                     cute.arch.mbarrier_init(mail_full, 1)
                     cute.arch.mbarrier_init(mail_empty, 2 + consumers * WARPS_PER_GROUP)
         cute.arch.mbarrier_init_fence()
+        self.write_constants(storage, sV_layout)
         cute.arch.sync_threads()
 
         walk = Walk(cfg, cute.size(mQ.shape[0]), mQ.shape[2], mQ.shape[3], section, Mailbox(*mail))
@@ -223,7 +229,7 @@ class ForwardSm90:
             # ruff: noqa: SIM102, decided while tracing inside of what is decided while running
             # (roles are made where they are used: the DSL carries named objects through a branch only as runtime values)
             if warp == 0:
-                Loads(cfg, walk, scores, K, V, Q).load_kv(tma_K, mK, sK, tma_V, mV, sV)
+                Loads(cfg, walk, scores, K, V, Q).load_kv(tma_K, mK, sK, tma_V, mV, loaded_V)
             elif warp == 1:
                 Loads(cfg, walk, scores, K, V, Q).load_q(tma_Q, mQ, sQ)
             elif warp == 2:
@@ -234,8 +240,17 @@ class ForwardSm90:
             me = warp // WARPS_PER_GROUP - 1
             own_Q = Ring(q_full + me, q_empty + me, 1, q_bytes)
             tiles = sQ[None, None, me], sK, sV, sO[None, None, me]
-            consumer = self.consumer_type(cfg, self.dtype, walk, scores, me, own_Q, K, V, *tiles, descales)
+            consumer = self.consumer_type(
+                cfg, self.dtypes, walk, scores, me, own_Q, K, V, *tiles, descales, mLSE is not None
+            )
             consumer.run(tma_O, mO, mLSE, mSinks)
+
+    def loaded_part(self, sV_layout: cute.ComposedLayout) -> cute.ComposedLayout:
+        """What TMA writes of V's memory, (dv, tile_n, stage)."""
+        return sV_layout
+
+    def write_constants(self, storage, sV_layout: cute.ComposedLayout):
+        """What lies in V's memory beside V, written once, before the roles begin."""
 
     def check_size(self, size: int) -> None:
         """1 KB of the configuration's sum is for barriers and alignment: with fewer bytes, one thing lies on another."""

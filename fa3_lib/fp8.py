@@ -9,11 +9,12 @@ import torch
 from fa3_lib import checks, interface, tiled
 from fa3_lib.compiler import forward_kernel
 from fa3_lib.config import ceil_div
-from fa3_lib.fp8_config import EXPONENT_OFFSET, KEY_GROUP, Fp8Config, fp8_config
-from fa3_lib.quantize import transpose_v
+from fa3_lib.fp8_config import KEY_GROUP, SCALE_BLOCK, Fp8Config, fp8_config
+from fa3_lib.quantize import dequantize, transpose_v
 
-DTYPE = torch.float8_e4m3fn
-OUT_DTYPE = torch.bfloat16
+FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+P_DTYPE = torch.float8_e4m3fn
+OUT_DTYPES = (torch.bfloat16, torch.float16)  # the first is what a call gets that asks for none
 
 
 def forward(
@@ -32,13 +33,15 @@ def forward(
     k_descale: torch.Tensor | None = None,
     v_descale: torch.Tensor | None = None,
     two_level: bool = True,
+    out_dtype: torch.dtype | None = None,
     with_lse: bool = True,
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """softmax(softmax_scale * Q K^T) V for e4m3 tensors: the numbers that they hold times their descales.
+    """softmax(softmax_scale * Q K^T) V for 8-bit tensors: the numbers that they hold times their descales.
 
     Args:
-        q: `(batch, seqlen_q, heads, head_dim)` torch.float8_e4m3fn; the last dim contiguous, head_dim a multiple of 16 up to 256.
+        q: `(batch, seqlen_q, heads, head_dim)` torch.float8_e4m3fn or torch.float8_e5m2, as k and v, each with a format of its own;
+            the last dim contiguous, head_dim a multiple of 16 up to 256.
         k: `(batch, seqlen_k, kv_heads, head_dim)`, likewise.
         v: `(batch, seqlen_k, kv_heads, head_dim_v)`, any strides, or what `fa3_lib.quantize.transpose_v` makes of it, with
             `transposed`, which saves its time where one V serves several calls.
@@ -46,23 +49,26 @@ def forward(
         left, right: the window's sides, -1 for unlimited.
         q_descale, k_descale, v_descale: `(batch, kv_heads)` fp32, any strides, at least 0: what the numbers of a batch entry and KV
             head (for q: of the query heads that read it) are multiplied by; 1 when None. Where q's times k's is negative, the
-            kernel's answer is NaN, unless there is a softcap.
+            kernel's answer is NaN, unless there is a softcap. Or, all three, `(batch, heads, ceil(seqlen / 128))`: a factor for
+            each 128 rows of a head, as `quantize` makes them with granularity="block"; with two_level only.
         two_level: adds P V of each key block to the output in fp32. Without it sums stay in the tensor core's accumulator of
             about 13 bits: a little faster, for contexts of a few thousand keys; over longer ones they stop growing. A CPU adds in
             fp32 whatever this says.
+        out_dtype: torch.bfloat16 (None) or torch.float16.
         with_lse: whether the log-sum-exp is wanted.
 
     Returns:
-        out `(batch, seqlen_q, heads, head_dim_v)` bf16 and lse `(batch, heads, seqlen_q)` fp32, as `flash_attn_func`'s; lse is
+        out `(batch, seqlen_q, heads, head_dim_v)` and lse `(batch, heads, seqlen_q)` fp32, as `flash_attn_func`'s; lse is
         None on a GPU if it is not wanted.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: as `flash_attn_func`.
     """
     facts = interface._facts
+    block_scales = q_descale is not None and q_descale.dim() == 3
     plan = _plan(
         *facts(q), *facts(k), *facts(v), causal, left, right, softcap > 0.0, None if sinks is None else facts(sinks),
-        pack_gqa, sm_margin, two_level, transposed,
+        pack_gqa, sm_margin, two_level, out_dtype, block_scales, transposed,
     )  # fmt: skip
     config, device = plan.config, q.device
     if plan.convert_sinks:
@@ -73,10 +79,10 @@ def forward(
         descales = (q_descale, k_descale, v_descale)
         q, k, v = (dequantised(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
         return tiled.attention(
-            q, k, v, softmax_scale, config, softcap, sinks, *window, DTYPE, OUT_DTYPE, EXPONENT_OFFSET
+            q, k, v, softmax_scale, config, softcap, sinks, *window, P_DTYPE, plan.out_dtype, config.offset, two_level
         )
 
-    out, lse = interface.outputs(plan, OUT_DTYPE, device, sinks, with_lse)
+    out, lse = interface.outputs(plan, plan.out_dtype, device, sinks, with_lse)
     if plan.empty:
         return out, lse
     vt = v if transposed else transpose_v(v)
@@ -86,7 +92,7 @@ def forward(
         q, k = (x if s is None else x.as_strided(x.shape, s) for x, s in zip((q, k), plan.strides, strict=True))
     q, k, vt = (x.view(torch.uint8) for x in (q, k, vt))
     descales = [ones(k.shape[0], k.shape[2], device) if x is None else x for x in (q_descale, k_descale, v_descale)]
-    kernel = forward_kernel(config, OUT_DTYPE, with_lse)
+    kernel = forward_kernel(config, plan.out_dtype, with_lse)
     scalars = (softmax_scale, softcap, *window, plan.ctas)
     interface.launch(kernel, config, device, (q, k, vt, out, lse, sinks), (*descales, *scalars))
     return out, lse
@@ -110,17 +116,18 @@ def _operator(
     k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None,
     two_level: bool,
+    out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return forward(
         q, k, v, softmax_scale, causal, left, right, softcap, sinks, pack_gqa, sm_margin,
-        q_descale, k_descale, v_descale, two_level,
+        q_descale, k_descale, v_descale, two_level, out_dtype,
     )  # fmt: skip
 
 
 @_operator.register_fake
 def _operator_fake(q, k, v, *arguments):
     batch, seqlen_q, heads, _ = q.shape
-    out = q.new_empty((batch, seqlen_q, heads, v.shape[-1]), dtype=OUT_DTYPE)
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[-1]), dtype=arguments[-1] or OUT_DTYPES[0])
     return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
 
@@ -128,6 +135,7 @@ class _Plan(NamedTuple):
     """What a call needs and what depends on shapes, strides, dtypes, devices and masks alone."""
 
     config: Fp8Config
+    out_dtype: torch.dtype
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     window_left: int  # keys, at least 0
@@ -141,9 +149,32 @@ class _Plan(NamedTuple):
 # Checking costs more host time than the launch, so each combination is checked once.
 @functools.lru_cache(maxsize=4096)
 def _plan(*key) -> _Plan:
-    *tensors, causal, left, right, softcap, sinks, pack_gqa, sm_margin, two_level, transposed = key
+    (
+        *tensors,
+        causal,
+        left,
+        right,
+        softcap,
+        sinks,
+        pack_gqa,
+        sm_margin,
+        two_level,
+        out_dtype,
+        block_scales,
+        transposed,
+    ) = key
     check_tensors(*tensors, transposed)
-    q_shape, q_stride, _, device, k_shape, k_stride, _, _, v_shape, _, _, _ = tensors
+    q_shape, q_stride, q_dtype, device, k_shape, k_stride, k_dtype, _, v_shape, _, v_dtype, _ = tensors
+    if out_dtype not in (None, *OUT_DTYPES):
+        raise TypeError(
+            f"out_dtype is {out_dtype}; for float8 tensors one of {', '.join(map(str, OUT_DTYPES))} is accepted"
+        )
+    if block_scales and not two_level:
+        raise ValueError("two_level=False is given with descales of blocks, which join the sums there: pass True")
+    if block_scales and pack_gqa:
+        raise ValueError(
+            "pack_gqa=True is given with descales of blocks: packed heads have different ones; pass None or False"
+        )
     batch, seqlen_q, heads, head_dim = q_shape
     _, seqlen_k, kv_heads, _ = k_shape
     head_dim_v = v_shape[2] if transposed else v_shape[3]
@@ -158,10 +189,11 @@ def _plan(*key) -> _Plan:
     window = not causal and (left, right) != (-1, -1)
     choose = functools.partial(
         fp8_config, head_dim, head_dim_v, causal, seqlen_q,
-        two_level=two_level, window=window, softcap=softcap, sinks=sinks is not None,
+        two_level=two_level, window=window, softcap=softcap, sinks=sinks is not None, block_scales=block_scales,
+        formats=tuple(FORMATS[dtype] for dtype in (q_dtype, k_dtype, v_dtype)),
     )  # fmt: skip
     config = choose()
-    pack = interface.choose_pack_gqa(pack_gqa, heads // kv_heads, seqlen_q, config.tile_m)
+    pack = 1 if block_scales else interface.choose_pack_gqa(pack_gqa, heads // kv_heads, seqlen_q, config.tile_m)
     if pack > 1:
         config = choose(pack_gqa=pack)
 
@@ -174,6 +206,7 @@ def _plan(*key) -> _Plan:
     unlimited = seqlen_q + seqlen_k
     return _Plan(
         config,
+        out_dtype or OUT_DTYPES[0],
         out_shape,
         lse_shape=(batch, heads, seqlen_q),
         window_left=unlimited if left < 0 else left,
@@ -195,10 +228,10 @@ def ones(batch: int, kv_heads: int, device: torch.device) -> torch.Tensor:
 
 
 def dequantised(x: torch.Tensor, descale: torch.Tensor | None) -> torch.Tensor:
-    """What x `(b, s, heads, d)` stands for, in fp32; descale `(b, kv_heads)` or None."""
+    """What x `(b, s, heads, d)` stands for, in fp32; descale `(b, kv_heads)`, `(b, heads, blocks)` or None."""
     if descale is None:
         return x.float()
-    return x.float() * descale.repeat_interleave(x.shape[2] // descale.shape[1], dim=1)[:, None, :, None]
+    return dequantize(x, descale, SCALE_BLOCK if descale.dim() == 3 else None)
 
 
 def untransposed(vt: torch.Tensor, seqlen_k: int) -> torch.Tensor:
@@ -220,8 +253,9 @@ def check_tensors(
     for name, shape in (("q", q_shape), ("k", k_shape), ("v", v_shape)):
         if len(shape) != 4:
             raise ValueError(f"{name} has shape {tuple(shape)}; (batch, seqlen, heads, head_dim) is accepted")
-    if not (q_dtype == k_dtype == v_dtype == DTYPE):
-        raise TypeError(f"q, k, v are {q_dtype}, {k_dtype}, {v_dtype}; of 8 bits, all {DTYPE} is accepted")
+    if not {q_dtype, k_dtype, v_dtype} <= set(FORMATS):
+        accepted = " or ".join(map(str, FORMATS))
+        raise TypeError(f"q, k, v are {q_dtype}, {k_dtype}, {v_dtype}; beside one of 8 bits, {accepted} is accepted")
     if not (q_device == k_device == v_device):
         raise ValueError(f"q, k, v are on {q_device}, {k_device}, {v_device}; one device is accepted")
 

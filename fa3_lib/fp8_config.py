@@ -6,7 +6,12 @@ from fa3_lib.config import DYNAMIC_CAUSAL, SHORT_CAUSAL, WARPGROUP, ForwardConfi
 
 KEY_GROUP = 32  # keys of one k-step of P V
 HEAD_DIMS = (64, 128, 192, 256)  # compiled head dims; TMA zero-fills the columns between
-EXPONENT_OFFSET = 8  # P lies in (0, 2**8]: e4m3 ends at 448, and small probabilities stay above its smallest number
+# The weight of a row's maximum is 2**8 with one level, as in FA3: e4m3 is normal down to 2**-6 and ends at 448. With two levels, blocks
+# without a mask do without a maximum of their own: it is 2**4, and up to 2**8 weights may grow before that is noticed and mended.
+ONE_LEVEL_OFFSET, TWO_LEVEL_OFFSET = 8, 4
+SCALE_BLOCK = 128  # rows of Q, of K and of V that share a factor under block scales
+FORMATS = ("e4m3", "e5m2")
+MAX_WGMMA_N = 256  # columns of one product
 
 
 @dataclass(frozen=True)
@@ -17,15 +22,33 @@ class Fp8Config(ForwardConfig):
         two_level: P V of each key block starts at zero, in T, and is added to O in fp32. Without it O stays in the tensor
             core's accumulator, which keeps about 13 bits: faster by little, and wrong over long sequences.
         pv_columns: columns of O that one product P V computes, which are T's; P V runs in `head_dim_v / pv_columns` parts.
-        overlap: whether the softmax of a block runs under P V of the block before. It costs registers for S, P and T at
-            once; without it S, and then P and T, have the same ones, and only products of other consumers run under softmax.
+        block_scales: whether descales are per head and block of 128 rows (of q, k and v) instead of per KV head.
+        q_format, k_format, v_format: "e4m3" or "e5m2".
     """
 
     element_bytes: int = 1
     own_output: bool = True  # the 16-bit output has twice Q's bytes: in Q's place it would cover another consumer's Q
     two_level: bool = True
     pv_columns: int = 64
-    overlap: bool = False
+    block_scales: bool = False
+    q_format: str = "e4m3"
+    k_format: str = "e4m3"
+    v_format: str = "e4m3"
+
+    @property
+    def sum_rows(self) -> int:
+        """Rows of ones below V: the last part of P V has as many columns more, each of them the sum of the rounded P. Not without
+        two levels: a sum of positive numbers is what the accumulator's 13 bits cut most."""
+        return 8 if self.two_level else 0
+
+    @property
+    def offset(self) -> int:
+        """The exponent of the weight that a row's maximum has."""
+        return TWO_LEVEL_OFFSET if self.two_level else ONE_LEVEL_OFFSET
+
+    def part_columns(self, part: int) -> int:
+        """Columns of one part of P V, those of the sum included."""
+        return self.pv_columns + (self.sum_rows if part == self.parts - 1 else 0)
 
     @property
     def parts(self) -> int:
@@ -34,10 +57,16 @@ class Fp8Config(ForwardConfig):
 
     @property
     def accumulator_registers(self) -> int:
-        """32-bit registers per consumer thread for S (fp32), P (8 bit), T and O (fp32), as many as live at once."""
+        """32-bit registers per consumer thread for S (fp32), P (8 bit), T and O (fp32), as many as live at once: with two levels
+        S, and then P and T, have the same ones."""
         s, p, o = self.tile_n // 2, self.tile_n // 8, self.head_dim_v // 2
-        t = self.pv_columns // 2 if self.two_level else 0
-        return o + (s + p + t if self.overlap else max(s, p + t))
+        return o + (max(s, p + self.parts_in_flight * self.pv_columns // 2) if self.two_level else s + p)
+
+    @property
+    def parts_in_flight(self) -> int:
+        """Parts that have a T at the same time: two, where registers allow, one added while the next one runs."""
+        registers = self.head_dim_v // 2 + self.tile_n // 8 + self.pv_columns
+        return 2 if self.parts > 1 and registers + 40 <= self.consumer_registers else 1
 
     def budget(self) -> str:
         return super().budget().replace("S + P + O", "S, P, T and O")
@@ -52,6 +81,18 @@ class Fp8Config(ForwardConfig):
                 "pv_columns must be a multiple of 8 that divides head_dim_v",
             ),
             (
+                self.part_columns(self.parts - 1) <= MAX_WGMMA_N,
+                f"one product has at most {MAX_WGMMA_N} columns: pv_columns",
+            ),
+            (
+                {self.q_format, self.k_format, self.v_format} <= set(FORMATS),
+                f"q_format, k_format and v_format must be one of {', '.join(FORMATS)}",
+            ),
+            (
+                not self.block_scales or (self.two_level and self.tile_n == SCALE_BLOCK and self.pack_gqa == 1),
+                f"block_scales need two_level, a tile_n of {SCALE_BLOCK}, the keys of a block, and no pack_gqa",
+            ),
+            (
                 self.two_level or self.pv_columns == self.head_dim_v,
                 "without two_level one product computes all columns: pv_columns must be head_dim_v",
             ),
@@ -63,19 +104,19 @@ class Fp8Config(ForwardConfig):
         return self
 
 
-# (tile_m, tile_n, pv_columns, overlap, ping_pong) by compiled head dim, of Q and K and of V the larger one: the fastest on an
-# H200 of those that fit (`python -m bench.fp8 --sweep`).
+# (tile_m, tile_n, pv_columns, ping_pong) by compiled head dim, of Q and K and of V the larger one: the fastest on an H200 of those
+# that fit (`python -m bench.fp8 --sweep`).
 TILES = {
-    64: (192, 128, 32, True, True),
-    128: (192, 128, 64, False, True),
-    192: (128, 128, 64, False, True),
-    256: (128, 128, 128, False, False),
+    64: (192, 128, 64, True),
+    128: (192, 128, 64, True),
+    192: (128, 128, 64, True),
+    256: (128, 128, 128, True),
 }
 ONE_LEVEL_TILES = {  # pv_columns are all that V has
-    64: (192, 128, 64, True, True),
-    128: (128, 192, 128, True, True),
-    192: (128, 128, 192, True, True),
-    256: (128, 128, 256, True, True),
+    64: (192, 128, 64, True),
+    128: (128, 192, 128, True),
+    192: (128, 128, 192, True),
+    256: (128, 128, 256, True),
 }
 
 
@@ -90,21 +131,25 @@ def fp8_config(
     softcap: bool = False,
     sinks: bool = False,
     pack_gqa: int = 1,
+    block_scales: bool = False,
+    formats: tuple[str, str, str] = ("e4m3", "e4m3", "e4m3"),
 ) -> Fp8Config:
     """The configuration for tensors of these head dims (multiples of 16, at most 256); without `seqlen_q`, for long ones.
 
-    `seqlen_q` counts queries. The other arguments are `Fp8Config`'s.
+    `seqlen_q` counts queries. formats: of q, k and v. The other arguments are `Fp8Config`'s.
     """
     d, dv = (next(d for d in HEAD_DIMS if d >= x) for x in (head_dim, head_dim_v))
-    tile_m, tile_n, pv_columns, overlap, ping_pong = (TILES if two_level else ONE_LEVEL_TILES)[max(d, dv)]
+    tile_m, tile_n, widest_part, ping_pong = (TILES if two_level else ONE_LEVEL_TILES)[max(d, dv)]
     rows = float("inf") if seqlen_q is None else seqlen_q * pack_gqa
     if (causal or window) and rows <= SHORT_CAUSAL:
         tile_m = min(tile_m, WARPGROUP)
-    if tile_m == 192 and overlap and softcap:  # 160 registers have no room for it
+    if tile_m == 192 and not two_level and softcap:  # 160 registers have no room for it
         tile_m = WARPGROUP
+    pv_columns = next(x for x in (widest_part, 96, 64, 32) if x <= widest_part and dv % x == 0) if two_level else dv
     return Fp8Config(
         d, dv, tile_m, tile_n,
         causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
         dynamic=causal and max(d, dv) <= 128 and rows >= DYNAMIC_CAUSAL,
-        two_level=two_level, pv_columns=min(pv_columns, dv) if two_level else dv, overlap=overlap,
+        two_level=two_level, pv_columns=pv_columns,
+        block_scales=block_scales, **dict(zip(("q_format", "k_format", "v_format"), formats, strict=True)),
     ).validate()  # fmt: skip

@@ -39,23 +39,25 @@ def flash_attn_func(
     *,
     sinks: torch.Tensor | None = None,
     two_level: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * Q K^T) V, forward only.
 
     On an H100 or H200 this is one warp-specialised kernel; on CPU tensors the same algorithm in PyTorch, to learn and
-    test with. Argument names, order, layouts and return values are those of FlashAttention-3's `flash_attn_func`; `sinks` and
-    `two_level` are ours.
+    test with. Argument names, order, layouts and return values are those of FlashAttention-3's `flash_attn_func`; `sinks`,
+    `two_level` and `out_dtype` are ours.
 
     Args:
-        q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16 or float8_e4m3fn; the last dim contiguous, head_dim a multiple of 8
-            (of 8 bits: 16) up to 256.
+        q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16, float8_e4m3fn or float8_e5m2; the last dim contiguous, head_dim a
+            multiple of 8 (of 8 bits: 16) up to 256.
         k: `(batch, seqlen_k, kv_heads, head_dim)`; heads is a multiple of kv_heads (MHA, GQA, MQA).
-        v: `(batch, seqlen_k, kv_heads, head_dim_v)`; head_dim_v a multiple of 8 (of 8 bits: 16) up to 256. All three of one dtype.
+        v: `(batch, seqlen_k, kv_heads, head_dim_v)`; head_dim_v a multiple of 8 (of 8 bits: 16) up to 256. All three of one dtype;
+            of 8 bits each may have either.
         softmax_scale: positive factor on the scores; `head_dim ** -0.5` when None.
         causal: query i sees the keys `j <= i + seqlen_k - seqlen_q` (the last query is aligned with the last key).
         q_descale, k_descale, v_descale: `(batch, kv_heads)` fp32, any strides, with float8 tensors only: what the numbers of a batch
             entry and KV head (for q: of the query heads that read it) are multiplied by; at least 0; 1 when None.
-            `fa3_lib.quantize` makes them.
+            Or, all three, `(batch, heads, ceil(seqlen / 128))`: a factor for each 128 rows. `fa3_lib.quantize` makes them.
         window_size: `(left, right)`: query i sees the keys from `i + seqlen_k - seqlen_q - left` to
             `i + seqlen_k - seqlen_q + right`, both included; -1 or None is an unlimited side. `causal` makes right 0.
         softcap: if positive, scores become `softcap * tanh(score / softcap)` before the mask.
@@ -71,9 +73,10 @@ def flash_attn_func(
             FlashAttention-4, `s_aux` of vLLM).
         two_level: of float8 tensors alone: sums over keys are kept in fp32. False leaves them in the tensor core's accumulator, as
             FlashAttention-3 does: of about 13 bits, it stops growing over long contexts (V = 1 gives 0.3 at 64k keys).
+        out_dtype: of float8 tensors, torch.bfloat16 (None) or torch.float16; of others q's dtype (None).
 
     Returns:
-        out `(batch, seqlen_q, heads, head_dim_v)` in q's dtype (bf16 for float8), exactly 0 in rows that see no key. With
+        out `(batch, seqlen_q, heads, head_dim_v)` in q's dtype (for float8 in `out_dtype`), exactly 0 in rows that see no key. With
         `return_attn_probs`, `(out, lse)`; lse `(batch, heads, seqlen_q)` fp32, natural log, scale included, -inf in such rows. With sinks the LSE
         includes the sink, and is the sink in such rows.
 
@@ -107,13 +110,15 @@ def flash_attn_func(
     if q.dtype in FP8_DTYPES:
         from fa3_lib import fp8
 
-        arguments += (q_descale, k_descale, v_descale, two_level)
+        arguments += (q_descale, k_descale, v_descale, two_level, out_dtype)
         if eager:
             out, lse = fp8.forward(q, k, v, *arguments, return_attn_probs)
         else:
             out, lse = torch.ops.fa3_lib.flash_attn_fp8_fwd(q, k, v, *arguments)
     elif not two_level:
         raise ValueError(f"two_level=False is given and q is {q.dtype}, whose sums are fp32: pass True")
+    elif out_dtype not in (None, q.dtype):
+        raise TypeError(f"out_dtype is {out_dtype} and q is {q.dtype}; None or q's own dtype is accepted")
     elif not eager:
         checks.check_tensors(*_facts(q), *_facts(k), *_facts(v))
         if sinks is not None:

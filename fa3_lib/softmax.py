@@ -68,18 +68,20 @@ def mask(
 def step(
     acc_S: cute.Tensor,
     row_max: cute.Tensor,
-    row_sum: cute.Tensor,
+    row_sum: cute.Tensor | None,
     scale_log2: Float32,
     may_be_empty: cutlass.Constexpr,
     offset: cutlass.Constexpr = 0,
+    key_scale: Float32 | None = None,
 ) -> cute.Tensor:
     """One key block: acc_S becomes P = exp2((S - row_max) * scale_log2 + offset); row_max and row_sum advance.
 
-    row_max is the maximum of the raw scores (over all four threads of a row), row_sum this thread's part of the sum.
-    Returns the factor per row by which earlier sums and outputs shrink. `may_be_empty`: a row may have seen no key yet
-    (row_max = -inf), so that 0 is subtracted instead.
+    row_max is the maximum of the raw scores (over all four threads of a row), row_sum this thread's part of the sum, or None
+    if nobody needs it. Returns the factor per row by which earlier sums and outputs shrink. `may_be_empty`: a row may have
+    seen no key yet (row_max = -inf), so that 0 is subtracted instead. key_scale, positive: the scores are acc_S times it.
     """
     scores = by_rows(acc_S)
+    p_scale = scale_log2 if const_expr(key_scale is None) else scale_log2 * key_scale
     columns = cute.size(scores, mode=[1])
     scale = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
     early_p = Float32(0.0)
@@ -95,6 +97,8 @@ def step(
         for c in cutlass.range_constexpr(CHAINS, columns):
             maxima[c % CHAINS] = cute.arch.fmax(maxima[c % CHAINS], scores[r, c])
         new_max = cute.arch.fmax(cute.arch.fmax(maxima[0], maxima[1]), cute.arch.fmax(maxima[2], maxima[3]))
+        if const_expr(key_scale is not None):
+            new_max = new_max * key_scale
         new_max = cute.arch.fmax(new_max, old_max)
         new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=2))
         new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=1))
@@ -106,52 +110,70 @@ def step(
         if const_expr(offset):
             max_scaled = max_scaled - offset
 
-        sums = [row_sum[r] * scale[r]] + [Float32(0.0)] * (CHAINS - 1)
+        sums = [Float32(0.0)] * CHAINS
+        if const_expr(row_sum is not None):
+            sums[0] = row_sum[r] * scale[r]
         for c in cutlass.range_constexpr(columns):
-            p = cute.math.exp2(scores[r, c] * scale_log2 - max_scaled, fastmath=True)
+            p = cute.math.exp2(scores[r, c] * p_scale - max_scaled, fastmath=True)
             scores[r, c] = p
-            sums[c % CHAINS] = sums[c % CHAINS] + p
+            if const_expr(row_sum is not None):
+                sums[c % CHAINS] = sums[c % CHAINS] + p
             if const_expr(c == CHAINS):
                 early_p = p
-        row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        if const_expr(row_sum is not None):
+            row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
     return scale
 
 
 @cute.jit
-def weights(acc_S: cute.Tensor, row_max: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
-    """acc_S becomes P = exp2((S - row_max) * scale_log2) with the row_max of earlier blocks; returns this thread's sums of P."""
+def weights(
+    acc_S: cute.Tensor,
+    row_max: cute.Tensor,
+    scale_log2: Float32,
+    offset: cutlass.Constexpr = 0,
+    key_scale: Float32 | None = None,
+    sums_wanted: cutlass.Constexpr = True,
+) -> cute.Tensor | None:
+    """acc_S becomes P as `step` has it, with the row_max of earlier blocks; returns this thread's sums of P, if they are wanted."""
     scores = by_rows(acc_S)
-    block_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+    p_scale = scale_log2 if const_expr(key_scale is None) else scale_log2 * key_scale
+    block_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) if const_expr(sums_wanted) else None
     for r in cutlass.range_constexpr(ROWS_PER_THREAD):
         max_scaled = row_max[r] * scale_log2
+        if const_expr(offset):
+            max_scaled = max_scaled - offset
         sums = [Float32(0.0)] * CHAINS
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            scores[r, c] = cute.math.exp2(scores[r, c] * scale_log2 - max_scaled, fastmath=True)
-            sums[c % CHAINS] = sums[c % CHAINS] + scores[r, c]
-        block_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+            scores[r, c] = cute.math.exp2(scores[r, c] * p_scale - max_scaled, fastmath=True)
+            if const_expr(sums_wanted):
+                sums[c % CHAINS] = sums[c % CHAINS] + scores[r, c]
+        if const_expr(sums_wanted):
+            block_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
     return block_sum
 
 
 @cute.jit
 def raise_max(
-    acc_S: cute.Tensor, row_max: cute.Tensor, block_sum: cute.Tensor, limit: cutlass.Constexpr, scale_log2: Float32
+    acc_S: cute.Tensor, row_max: cute.Tensor, excess: cute.Tensor, scale_log2: Float32, key_scale: Float32 | None = None
 ) -> cute.Tensor:
-    """Where some thread's sum over a row reached the limit, row_max becomes the maximum; other rows keep theirs.
+    """Where `excess` is above 0 in some thread of a row, row_max becomes the maximum; other rows keep theirs.
 
     Returns the factor per row by which earlier sums and outputs shrink, 1 where nothing changed.
     """
     scores = by_rows(acc_S)
     shrink = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
     for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-        old_max = row_max[r]
-        excess = Float32(0.0) if block_sum[r] < limit else Float32(1.0)  # NaN is too large
-        new_max = old_max
-        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            new_max = cute.arch.fmax(new_max, scores[r, c])
+        old_max, found = row_max[r], excess[r]
+        block_max = scores[r, 0]
+        for c in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
+            block_max = cute.arch.fmax(block_max, scores[r, c])
+        if const_expr(key_scale is not None):
+            block_max = block_max * key_scale
+        new_max = cute.arch.fmax(old_max, block_max)
         for offset in (2, 1):
             new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=offset))
-            excess = cute.arch.fmax(excess, cute.arch.shuffle_sync_bfly(excess, offset=offset))
-        row_max[r] = new_max if excess > 0.0 else old_max
+            found = cute.arch.fmax(found, cute.arch.shuffle_sync_bfly(found, offset=offset))
+        row_max[r] = new_max if found > 0.0 else old_max
         # the difference first: where nothing changed it is exactly 0, whatever a fused multiply-add would make of two products
         shrink[r] = cute.math.exp2((old_max - row_max[r]) * scale_log2, fastmath=True)
     return shrink
@@ -170,21 +192,27 @@ def to_operand(acc_S: cute.Tensor, tOrP: cute.Tensor):
 @cute.jit
 def finalize(
     row_max: cute.Tensor,
-    row_sum: cute.Tensor,
+    row_sum: cute.Tensor | None,
+    sums: cute.Tensor | None,
     scale_log2: Float32,
     sink_log2: cute.Tensor | None = None,
     offset: cutlass.Constexpr = 0,
 ):
-    """(1 / row sum, LSE) per row over all its threads; (0, -inf) for a row that saw no key. `offset` is `step`'s.
+    """(1 / sum, LSE) per row; (0, -inf) for a row that saw no key. `offset` is `step`'s.
 
+    row_sum: this thread's part of the sum of P; without it there is no LSE (None).
+    sums: the sum over all threads of what the output is to be divided by; None: row_sum's.
     sink_log2: per row a further logit of the sum, times log2(e), which belongs to no key; (0, sink) for a row that saw no key.
     """
     inverse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-    lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+    lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) if const_expr(row_sum is not None) else None
     for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-        total = row_sum[r]
-        total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
-        total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+        total = Float32(0.0)
+        if const_expr(row_sum is not None):
+            total = row_sum[r]
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+        divisor = total if const_expr(sums is None) else sums[r]
         top = row_max[r] * scale_log2
         if const_expr(offset):  # the sum is 2**offset times too large
             top = top - offset
@@ -193,11 +221,12 @@ def finalize(
             new_top = cute.arch.fmax(top, sink_log2[r])
             subtracted = Float32(0.0) if new_top == -Float32.inf else new_top
             seen = cute.math.exp2(top - subtracted, fastmath=True)
-            total = total * seen + cute.math.exp2(sink_log2[r] - subtracted, fastmath=True)
-            top = new_top
-        empty = total == 0.0  # a row with a key has a weight of 1 somewhere; NaN goes its way
-        inverse[r] = Float32(0.0) if empty else seen * cute.arch.rcp_approx(total)
-        lse[r] = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            sink = cute.math.exp2(sink_log2[r] - subtracted, fastmath=True)
+            total, divisor, top = total * seen + sink, divisor * seen + sink, new_top
+        empty = divisor == 0.0  # a row with a key has a weight of 1 somewhere; NaN goes its way
+        inverse[r] = Float32(0.0) if empty else seen * cute.arch.rcp_approx(divisor)
+        if const_expr(row_sum is not None):
+            lse[r] = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * math.log(2.0)
     return inverse, lse
 
 

@@ -23,6 +23,7 @@ def attention(
     p_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     offset: int = 0,
+    rounded_sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and sums in fp32; P is rounded before P V, as the kernel does.
 
@@ -38,6 +39,7 @@ def attention(
         window_left, window_right: keys before and after a query's own position, at least 0, with `config.window`.
         p_dtype, out_dtype: what P and the output are rounded to; q's dtype when None.
         offset: P is rounded in the range (0, 2**offset].
+        rounded_sums: whether the output is divided by the sum of P as it is rounded; the LSE never is.
 
     Returns:
         out `(b, sq, h, dv)`; lse `(b, h, sq)` fp32, which includes the sinks.
@@ -59,7 +61,7 @@ def attention(
         rows = slice(config.first_query(m_block), min(config.last_query(m_block) + 1, seqlen_q))
         position = torch.arange(rows.start, rows.stop)[:, None] + seqlen_k - seqlen_q
         row_max = torch.full((batch, heads, rows.stop - rows.start, 1), -math.inf)
-        row_sum = torch.zeros_like(row_max)
+        row_sum, divisor = torch.zeros_like(row_max), torch.zeros_like(row_max)
         acc_O = torch.zeros(*row_max.shape[:-1], v.shape[-1])
         first = config.first_key_block(m_block, seqlen_q, seqlen_k, window_left) if config.window else 0
         for n in reversed(range(first, config.key_blocks(m_block, seqlen_q, seqlen_k, right=right))):
@@ -76,7 +78,9 @@ def attention(
             shrink = torch.exp2(row_max * scale_log2 - subtracted)
             p = torch.exp2(scores * scale_log2 - (subtracted - offset))
             row_sum = row_sum * shrink + p.sum(-1, keepdim=True)
-            acc_O = acc_O * shrink + p.to(p_dtype).float() @ vf[:, :, cols]
+            p_rounded = p.to(p_dtype).float()
+            divisor = divisor * shrink + (p_rounded if rounded_sums else p).sum(-1, keepdim=True)
+            acc_O = acc_O * shrink + p_rounded @ vf[:, :, cols]
             row_max = new_max
 
         top = row_max * scale_log2 - offset
@@ -85,11 +89,11 @@ def attention(
             new_top = torch.maximum(top, sink)
             subtracted = new_top.masked_fill(new_top == -math.inf, 0.0)
             shrink = torch.exp2(top - subtracted)
-            row_sum = row_sum * shrink + torch.exp2(sink - subtracted)
+            row_sum, divisor = (x * shrink + torch.exp2(sink - subtracted) for x in (row_sum, divisor))
             acc_O = acc_O * shrink
             top = new_top
-        empty = row_sum == 0.0  # a row with a key has a weight of 1 somewhere; NaN goes its way
-        out[:, rows] = torch.where(empty, 0.0, acc_O / row_sum).transpose(1, 2).to(out_dtype)
+        empty = divisor == 0.0  # a row with a key has a weight of 1 somewhere; NaN goes its way
+        out[:, rows] = torch.where(empty, 0.0, acc_O / divisor).transpose(1, 2).to(out_dtype)
         row_lse = torch.where(empty, -math.inf, (top + torch.log2(row_sum)) * math.log(2.0))
         lse[:, :, rows] = row_lse.squeeze(-1)
     return out, lse

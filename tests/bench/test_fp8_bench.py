@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench import fp8, kernels
-from fa3_lib.fp8_config import HEAD_DIMS, TILES
+from fa3_lib.fp8_config import HEAD_DIMS, ONE_LEVEL_TILES, TILES
 
 
 def test_dry_run_lists_every_kernel_of_every_case(capsys):
@@ -28,7 +28,8 @@ def test_without_a_card_it_says_so(capsys):
 def test_the_sweep_holds_the_chosen_tiles(d):
     tried = [v.config for v in fp8.variants(d, False) if not v.problem]
     assert len(tried) >= 5 and len(set(tried)) == len(tried)
-    assert TILES[d] in [(c.tile_m, c.tile_n, c.pv_columns, c.overlap, c.ping_pong) for c in tried]
+    for two_level, chosen in ((True, TILES[d]), (False, ONE_LEVEL_TILES[d])):
+        assert chosen in [(c.tile_m, c.tile_n, c.pv_columns, c.ping_pong) for c in tried if c.two_level == two_level]
 
 
 def test_parts_of_the_call_give_its_output():

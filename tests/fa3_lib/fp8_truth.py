@@ -7,21 +7,25 @@ times with softcap, and the output's rounding. LSE: what the tensor core's 13 bi
 import torch
 
 from fa3_lib import fp8, reference
+from fa3_lib.fp8_config import SCALE_BLOCK
 from tests.fa3_lib.masked_truth import TANH_ERROR
 
 E4M3 = torch.float8_e4m3fn
 
 
-def draw(b, sq, sk, h, hk, d, dv=None, device="cpu"):
-    """q, k, v from N(0, 1), and their descales in [0, 2), all different, with strides of their own."""
+def draw(b, sq, sk, h, hk, d, dv=None, device="cpu", dtypes=(E4M3,) * 3, by_block=False):
+    """q, k, v from N(0, 1), and their descales in [0, 2), all different, with strides of their own; by KV head or by block."""
     shapes = ((b, sq, h, d), (b, sk, hk, d), (b, sk, hk, d if dv is None else dv))
-    descales = [torch.rand(hk, b, 3, device=device)[..., i].T * 2 for i in range(3)]
+    groups = [(-(-s // SCALE_BLOCK), h, b) for _, s, h, _ in shapes] if by_block else [(hk, b)] * 3
+    descales = [torch.rand(*group, 3, device=device)[..., i].mT.movedim(0, -1) * 2 if by_block
+                else torch.rand(*group, 3, device=device)[..., i].T * 2 for i, group in enumerate(groups)]  # fmt: skip
     names = ("q_descale", "k_descale", "v_descale")
-    return [torch.randn(s, device=device).to(E4M3) for s in shapes], dict(zip(names, descales, strict=True))
+    tensors = [torch.randn(s, device=device).to(dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
+    return tensors, dict(zip(names, descales, strict=True))
 
 
 def rounded_p(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, sinks=None):
-    """Attention of fp32 q, k, v as plain PyTorch, with P, in (0, 256], rounded to e4m3 and the output to bf16."""
+    """Attention of fp32 q, k, v as plain PyTorch, with P, in (0, 256], rounded to e4m3."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     group = q.shape[2] // k.shape[2]
     qt, kt, vt = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
@@ -35,7 +39,7 @@ def rounded_p(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), s
     total = P.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + (sinks[:, None, None] - top).exp() * 256
-    return (P.to(E4M3).float() @ vt / total).nan_to_num(0.0).transpose(1, 2).to(torch.bfloat16)
+    return (P.to(E4M3).float() @ vt / total).nan_to_num(0.0).transpose(1, 2)
 
 
 def score_error(q, k, softmax_scale) -> float:
@@ -50,7 +54,9 @@ def score_error(q, k, softmax_scale) -> float:
     return 2.0**-11 * float(largest) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale) + 1e-4
 
 
-def assert_right(result, q, k, v, q_descale=None, k_descale=None, v_descale=None, **mask) -> None:
+def assert_right(
+    result, q, k, v, q_descale=None, k_descale=None, v_descale=None, out_dtype=torch.bfloat16, **mask
+) -> None:
     """Raises AssertionError with both errors if (out, lse) misses the truth, or if anything is NaN or unwritten.
 
     mask: softmax_scale, causal, window_size, softcap and sinks, as `fa3_lib.reference.attention` takes them.
@@ -58,7 +64,7 @@ def assert_right(result, q, k, v, q_descale=None, k_descale=None, v_descale=None
     out, lse = result
     q, k, v = (fp8.dequantised(x, f) for x, f in ((q, q_descale), (k, k_descale), (v, v_descale)))
     true_out, true_lse = reference.attention(q, k, v, **mask)
-    assert out.dtype == torch.bfloat16 and out.shape == true_out.shape
+    assert out.dtype == out_dtype and out.shape == true_out.shape
     assert lse.dtype == torch.float32 and lse.shape == true_lse.shape
     sees = reference.attention_mask(
         q.shape[1], k.shape[1], mask.get("causal", False), mask.get("window_size", (-1, -1)), q.device
@@ -68,9 +74,9 @@ def assert_right(result, q, k, v, q_descale=None, k_descale=None, v_descale=None
     if out.numel() == 0 or k.numel() == 0:
         return
     softcap = mask.get("softcap", 0.0)
-    as_stored = true_out.to(torch.bfloat16)
+    as_stored = true_out.to(out_dtype)
     noise = ((as_stored + 0.3 - 0.3).double() - as_stored.double()).abs().max()
-    plain_error = (rounded_p(q, k, v, **mask).double() - true_out).abs().max()
+    plain_error = (rounded_p(q, k, v, **mask).to(out_dtype).double() - true_out).abs().max()
     allowed, error = (3 if softcap else 2) * plain_error + 2 * noise, (out.double() - true_out).abs().max()
     assert error <= allowed, f"out: error {error:.3e}, allowed {allowed:.3e}"
     if (true_lse > -torch.inf).any():

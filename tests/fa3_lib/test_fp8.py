@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fa3_lib import flash_attn_func, fp8
+from fa3_lib import flash_attn_func, fp8, reference
 from fa3_lib.config import REGISTER_FILE
 from fa3_lib.fp8_config import HEAD_DIMS, fp8_config
-from fa3_lib.quantize import transpose_v
+from fa3_lib.quantize import FP8, GRANULARITIES, quantize_qkv, rotation_signs, transpose_v
 from tests.fa3_lib.fp8_truth import E4M3, assert_right, draw
 from tests.fa3_lib.masked_truth import random_mask
 
@@ -35,6 +35,33 @@ def test_cpu_against_the_truth(trial):
     assert_right(attend(*tensors, **mask, **descales), *tensors, **mask, **descales)
 
 
+@pytest.mark.parametrize("trial", range(6))
+def test_cpu_formats_and_descales_of_blocks(trial):
+    sq, sk, heads = (int(x) for x in torch.randint(1, 400, (3,)))
+    heads, dtypes = 2 * (heads % 3 + 1), tuple(FP8[i] for i in torch.randint(2, (3,)))
+    tensors, descales = draw(2, sq, sk, heads, 2, 32, dtypes=dtypes, by_block=True)
+    out_dtype = (torch.float16, torch.bfloat16)[trial % 2]
+    mask = {"causal": bool(trial % 3)}
+    result = attend(*tensors, out_dtype=out_dtype, **mask, **descales)
+    assert_right(result, *tensors, out_dtype=out_dtype, **mask, **descales)
+
+
+def test_quantised_blocks_are_what_the_call_takes():
+    """`quantize_qkv` with a factor for each 128 rows and a rotation, end to end: large rows spoil the factor of their block alone."""
+    q, k, v = (torch.randn(1, 300, 2, 64) for _ in range(3))
+    v[:, :128] *= 1e5
+    mask = {"window_size": (20, 0)}  # queries from 160 on see none of those
+    truth, _ = reference.attention(q, k, v, **mask)
+    signs = rotation_signs(64, 0)
+    errors = {}
+    for granularity in GRANULARITIES:
+        packed = quantize_qkv(q, k, v, granularity=granularity, signs=signs)
+        assert packed.k_descale.dim() == (3 if granularity == "block" else 2)
+        out = flash_attn_func(**packed._asdict(), **mask)
+        errors[granularity] = float((out.double() - truth)[:, 160:].square().mean().sqrt())
+    assert errors["block"] < 0.05 < 2 * errors["tensor"], errors
+
+
 def test_cpu_takes_what_transpose_v_makes():
     for sk in (1, 32, 100):
         (q, k, v), descales = draw(2, 50, sk, 4, 2, 64, 32)
@@ -56,7 +83,8 @@ def test_refusals_name_the_argument():
         ((q[:, :, :3], k, v), {}, ValueError, "a multiple of the KV heads"),
         ((q[..., :24], k[..., :24], v), {}, ValueError, "head_dim of q and k is 24.*multiple of 16"),
         ((q, k, v[..., :24]), {}, ValueError, "head_dim of v is 24"),
-        ((q, k.to(torch.bfloat16), v), {}, TypeError, "all torch.float8_e4m3fn is accepted"),
+        ((q, k.to(torch.bfloat16), v), {}, TypeError, "torch.float8_e4m3fn or torch.float8_e5m2 is accepted"),
+        ((q, k, v), {"out_dtype": torch.float32}, TypeError, "out_dtype is torch.float32.*bfloat16"),
         ((q, k[:, :9], v), {}, ValueError, "do not fit together"),
         ((q, k, v), {"transposed": True}, ValueError, r"do not fit together.*whole groups of 32"),
         (
@@ -78,17 +106,33 @@ def test_flash_attn_func_takes_float8():
     mask = {"window_size": (40, 5), "softcap": 3.0, "sinks": sinks}
     result = flash_attn_func(q, k, v, return_attn_probs=True, **mask, **descales)
     assert_right(result, q, k, v, **mask, **descales)
-    assert torch.equal(flash_attn_func(q, k, v, two_level=False, **mask, **descales), result[0])  # a CPU adds in fp32
+    one_level = flash_attn_func(q, k, v, two_level=False, return_attn_probs=True, **mask, **descales)
+    assert_right(one_level, q, k, v, **mask, **descales)
 
     def halved(q, k, v, **descales):
         return flash_attn_func(q, k, v, **mask, **descales) / 2
 
     compiled = torch.compile(halved, fullgraph=True, backend="eager")
     assert torch.equal(compiled(q, k, v, **descales), result[0] / 2)
-    arguments = (q, k, v, 0.1, True, -1, -1, 0.0, sinks, None, 0, *descales.values(), True)
+    arguments = (q, k, v, 0.1, True, -1, -1, 0.0, sinks, None, 0, *descales.values(), True, torch.float16)
     # its other checks compare float8 tensors, for which torch has no arithmetic
     torch.library.opcheck(torch.ops.fa3_lib.flash_attn_fp8_fwd, arguments, test_utils="test_faketensor")
 
+    blocks, by_block = draw(1, 130, 130, 4, 2, 32, by_block=True)
+    for change, message in (
+        ({"two_level": False}, "two_level=False is given with descales of blocks"),
+        ({"pack_gqa": True}, "pack_gqa=True is given with descales of blocks"),
+        ({"v_descale": None}, "v_descale is None beside descales of blocks"),
+        (
+            {"k_descale": by_block["q_descale"]},
+            r"k_descale has shape \(1, 4, 2\); .*blocks of 128 rows.* = \(1, 2, 2\)",
+        ),
+        ({"k_descale": torch.ones(1, 2)}, r"k_descale has shape \(1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flash_attn_func(*blocks, **by_block | change)
+    with pytest.raises(TypeError, match=r"out_dtype is torch.float16 and q is torch.bfloat16"):
+        flash_attn_func(q.bfloat16(), k.bfloat16(), v.bfloat16(), out_dtype=torch.float16)
     with pytest.raises(ValueError, match="two_level=False is given"):
         flash_attn_func(q.half(), k.half(), v.half(), two_level=False)
 
@@ -98,6 +142,8 @@ def test_configurations_without_room_are_refused():
     for change, message in (
         ({"stages": 8}, "shared memory exceeded.*stages"),
         ({"tile_n": 256}, "accumulators leave fewer than 24.*S, P, T and O"),
+        ({"block_scales": True, "tile_n": 96}, "block_scales need two_level"),
+        ({"k_format": "e3m4"}, "must be one of e4m3, e5m2"),
         ({"tile_n": 48}, "tile_n must be a multiple of 32"),
         ({"own_output": False}, "own_output must be True"),
         ({"pv_columns": 48}, "pv_columns must be a multiple of 8 that divides head_dim_v"),
@@ -120,17 +166,19 @@ def configurations():
         for two_level in (True, False):
             yield fp8_config(d, d, two_level == bool(i % 2), two_level=two_level)
         yield fp8_config(d, d, False, **EVERYTHING)
+        yield fp8_config(d, d, bool(i % 2), block_scales=True, softcap=d == 128)
     for d in (128, 256):
         yield fp8_config(d, d, False, two_level=False, **EVERYTHING)
     yield fp8_config(64, 64, True, 64, pack_gqa=8)
     yield fp8_config(128, 128, True, 64, pack_gqa=8, two_level=False)
-    yield fp8_config(64, 256, False)
+    yield fp8_config(64, 256, False, formats=("e5m2", "e4m3", "e5m2"))
     yield fp8_config(192, 128, True)
+    yield fp8_config(256, 192, False)
 
 
 def name(c):
-    features = ("causal", "window", "softcap", "sinks", "two_level", "overlap", "ping_pong")
-    return f"d{c.head_dim}-dv{c.head_dim_v}-m{c.tile_m}-pack{c.pack_gqa}-" + "-".join(
+    features = ("causal", "window", "softcap", "sinks", "two_level", "block_scales", "ping_pong")
+    return f"d{c.head_dim}-dv{c.head_dim_v}-m{c.tile_m}-pack{c.pack_gqa}-{c.q_format}-" + "-".join(
         f for f in features if getattr(c, f)
     )
 
@@ -143,26 +191,38 @@ def test_machine_code(config):
     from fa3_course import sass
     from fa3_lib.forward_fp8_sm90 import compile_forward
 
-    (report,) = sass.compile_report(lambda options: compile_forward(config, options=options))
+    # every second one with an LSE, which needs the sums of unrounded weights
+    with_lse = bool(list(configurations()).index(config) % 2)
+    (report,) = sass.compile_report(lambda options: compile_forward(config, options=options, with_lse=with_lse))
     assert report.problems() == []
     assert report.count("USETMAXREG") == 2 and report.registers * config.threads <= REGISTER_FILE
     assert config.smem_bytes - 1024 < report.smem <= config.smem_bytes
 
-    # the code of a key block: masked at the right, unmasked, masked at the left; with overlap S of the first and P V of the
-    # last stand alone
-    bodies = 2 + config.window + config.overlap
+    # the code of a key block: masked at the right, unmasked, masked at the left; with one level S of the first and P V of the
+    # last stand alone. With two levels unmasked blocks have no maximum, but a rare second S
+    two = config.two_level
+    bodies = 2 + config.window + (not two)
+    weights, maxima = (bodies + 1, bodies) if two else (bodies, bodies)
     half, columns = config.tile_n // 2, config.head_dim_v // 2  # numbers of S and of O that a thread has
-    assert report.count("QGMMA") == bodies * (config.head_dim // 32 + config.parts * config.tile_n // 32)
+    qk, pv = config.head_dim // 32, config.parts * config.tile_n // 32
+    assert report.count("QGMMA") == bodies * (qk + pv) + (qk if two else 0)
     assert report.count("HGMMA") == 0
-    assert report.count("MUFU.EX2") == bodies * (half + 2) + (4 if config.sinks else 0)
-    assert report.count("MUFU.TANH") == (bodies * half if config.softcap else 0)
-    # P is rounded two values at a time and never leaves its thread: shuffles are those of 2 rows' maxima and sums
-    assert report.count("F2FP.SATFINITE.E4M3") == bodies * half // 2
-    assert report.count("SHFL") == 4 * bodies + 4 and report.count("PRMT") == 0
-    # turns pass before a block's softmax, with overlap but for the first block's, and once to begin; an output waits twice
-    turns = bodies - config.overlap if config.ping_pong else 0
+    widths = {f"64x{config.part_columns(part)}x32" for part in range(config.parts)} | {f"64x{config.tile_n}x32"}
+    assert {
+        next(x for x in opcode.split(".") if x[:2] == "64") for opcode in report.opcodes if "QGMMA" in opcode
+    } == widths
+    assert ("E5M2" in str(report.opcodes)) == ("e5m2" in (config.q_format, config.k_format, config.v_format))
+    assert report.count("MUFU.EX2") == weights * half + 2 * maxima + (4 if config.sinks else 0)
+    assert report.count("MUFU.TANH") == (weights * half if config.softcap else 0)
+    # P is rounded two values at a time and never leaves its thread: shuffles are those of 2 rows' maxima, votes and sums
+    assert report.count("F2FP.SATFINITE.E4M3") == weights * half // 2
+    assert report.count("SHFL") == 4 * maxima + (4 if two else 0) + (4 if with_lse or not two else 0)
+    assert report.count("PRMT") == 0
+    # turns pass before a block's softmax, with one level but for the first block's, and once to begin; an output waits twice
+    turns = bodies - (not two) if config.ping_pong else 0
     assert report.count("BAR.ARV") == (turns + 1 if config.ping_pong else 0)
     assert report.count("BAR.SYNC") == turns + 3
+    assert report.count("BAR.RED") == (1 if two else 0)
 
     def boxes(size):  # a TMA box is one row of the swizzle wide: 128, 64 or 32 bytes
         return size // next(width for width in (128, 64, 32) if size % width == 0)
@@ -170,13 +230,17 @@ def test_machine_code(config):
     assert report.count("UTMALDG") == boxes(config.head_dim) * (config.consumer_warpgroups + 1) + boxes(config.tile_n)
     assert report.count("UTMASTG") == config.head_dim_v // 64
 
-    # O * shrink + T in one instruction; with one level O is multiplied instead, and in both once more at the end
-    ffma = bodies * (half + (columns if config.two_level else 0))
-    fmul = columns + (0 if config.two_level else (bodies - config.overlap) * columns)
-    fmul += bodies * half if config.softcap else 0
-    for opcode, expected in (("FFMA", ffma), ("FMUL", fmul)):
+    # no instruction adds weights unless their exact sum is asked for. With two levels T is added to O: FADD where nothing
+    # shrinks, FFMA where it does or where V has a scale for each block
+    sums = weights * half if with_lse or not two else 0
+    unshrunk = 1 if two and not config.block_scales else 0
+    fadd = sums + unshrunk * columns
+    ffma = weights * half + (bodies - unshrunk) * columns * two
+    if config.block_scales:  # T is multiplied first where O shrinks
+        assert report.count("FMUL") >= (bodies - 1) * columns
+    for opcode, expected in (("FADD", fadd), ("FFMA", ffma)):
         # beside these: what is per row or per tile
-        assert 0 <= report.count(opcode) - expected <= 32, (opcode, expected)
+        assert 0 <= report.count(opcode) - expected <= 48, (opcode, expected, report.count(opcode))
 
 
 @needs_dsl
@@ -194,8 +258,8 @@ def test_packed_registers_times_transposed_v_are_p_times_v(d):
 
     @cute.jit
     def look():
-        qk = make_mma_qk(config, cutlass.Float8E4M3FN, True)
-        pv = make_mma_pv(cutlass.Float8E4M3FN, config.pv_columns)
+        qk = make_mma_qk(config, (cutlass.Float8E4M3FN,) * 2, True)
+        pv = make_mma_pv((cutlass.Float8E4M3FN,) * 2, config.pv_columns)
         acc = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_C((64, n)), cutlass.Float32)
         operand = cute.make_rmem_tensor(pv.get_slice(0).partition_shape_A((64, n)), cutlass.Float8E4M3FN)
         # tiles are column-major in a tile of 64 rows: row = index % 64

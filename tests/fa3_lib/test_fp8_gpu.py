@@ -1,13 +1,14 @@
 """The FP8 kernel on a Hopper against the fp64 truth of the numbers that its operands stand for."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 
 from fa3_lib import flash_attn_func, fp8
 from fa3_lib.fp8_config import HEAD_DIMS
-from fa3_lib.quantize import transpose_v
+from fa3_lib.quantize import FP8, transpose_v
 from tests.fa3_lib import fp8_truth
 from tests.fa3_lib.fp8_truth import E4M3, assert_right
 from tests.fa3_lib.masked_truth import random_mask
@@ -22,8 +23,8 @@ SHAPES = (
 )  # fmt: skip
 
 
-def draw(*shape):
-    return fp8_truth.draw(*shape, device="cuda")
+def draw(*shape, **options):
+    return fp8_truth.draw(*shape, device="cuda", **options)
 
 
 def attend(q, k, v, softmax_scale=None, window_size=(-1, -1), **arguments):
@@ -60,6 +61,46 @@ def test_masks_drawn_at_random(trial):
     print(f"sq {sq} sk {sk} heads {heads} d {d} dv {dv} pack_gqa {pack_gqa} {mask}")
     tensors, descales = draw(2, sq, sk, heads, 2, d, dv)
     assert_right(attend(*tensors, pack_gqa=pack_gqa, **mask, **descales), *tensors, **mask, **descales)
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_formats_and_descales_of_blocks(d):
+    """Every mix of e4m3 and e5m2, a factor for each 128 rows of a head, both outputs, masks."""
+    for i, dtypes in enumerate(itertools.product(FP8, repeat=3)):
+        mask = (
+            {"causal": False}, {"causal": True}, {"causal": True, "softcap": 5.0}, {"window_size": (150, 20)},
+        )[i % 4]  # fmt: skip
+        out_dtype = (torch.bfloat16, torch.float16)[i // 4]
+        for by_block in (False, True):
+            tensors, descales = draw(2, 300, 461, 6, 2, d, dtypes=dtypes, by_block=by_block)
+            result = attend(*tensors, out_dtype=out_dtype, **mask, **descales)
+            assert_right(result, *tensors, out_dtype=out_dtype, **mask, **descales)
+
+
+@pytest.mark.parametrize("by_block", (False, True), ids=("head", "block"))
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_scores_that_jump(d, by_block):
+    """Blocks without a maximum of their own meet scores far above those before them, in some rows and at many places."""
+    (q, k, v), descales = draw(1, 260, 1200, 4, 2, d, by_block=by_block)
+    descales = {name: 0.5 + x / 4 for name, x in descales.items()}
+    boost = torch.ones(1, 1200, 2, 1, device="cuda")
+    for spot in torch.randint(1200, (12,)).tolist():  # visited from the last key to the first
+        boost[:, spot] = 4.0 * (1200 - spot) / 1200 + 1.0
+    k = (k.float() * boost).to(E4M3)
+    for causal in (False, True):
+        assert_right(attend(q, k, v, causal=causal, **descales), q, k, v, causal=causal, **descales)
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_rows_know_nothing_of_each_other(d):
+    """A row's bits are the same whatever the other rows of its tile make the kernel do."""
+    (q, k, v), descales = draw(1, 192, 1500, 2, 2, d)
+    expected, expected_lse = attend(q, k, v, **descales)
+    wild = q.clone()
+    wild[:, ::3] = (torch.randn(1, 64, 2, d, device="cuda") * 30).to(E4M3)
+    out, lse = attend(wild, k, v, **descales)
+    keep = torch.arange(192, device="cuda") % 3 != 0
+    assert torch.equal(out[:, keep], expected[:, keep]) and torch.equal(lse[:, :, keep], expected_lse[:, :, keep])
 
 
 def test_other_head_dims_scales_and_no_descales():

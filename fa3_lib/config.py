@@ -238,8 +238,8 @@ TILES = {
 # Causal tiles of 192 rows leave much of a short sequence masked: up to this many queries 128 rows are faster
 # (H200, d64: 512 queries 39 %, 1024 12 %, 2048 8 %; 4096 and longer slower).
 SHORT_CAUSAL = 2048
-# From this many queries on, causal tiles come from a counter (H200: d64 3 to 5 %, d128 1 to 4 %; 5 % slower at 512; d256, whose
-# K and V fill L2 with one head, 12 % slower at any length).
+# From this many queries on, causal tiles come from a counter (H200: d64 3 to 5 %, d128 1 to 4 %; 5 % slower at 512); of head dims
+# above 128 at any length (2 to 4 %).
 DYNAMIC_CAUSAL = 1024
 # From this many queries on, d128 without a mask takes 160 keys at a time (H200: 2 to 3 % at 16k, level at 4k and 32k).
 LONG_FULL = 8192
@@ -275,6 +275,6 @@ def forward_config(
     config = ForwardConfig(
         tile_d, tile_dv, tile_m, tile_n,
         causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
-        dynamic=causal and widest <= 128 and rows >= DYNAMIC_CAUSAL,
+        dynamic=causal and (widest > 128 or rows >= DYNAMIC_CAUSAL),
     )  # fmt: skip
     return config.with_room().validate()

@@ -34,7 +34,7 @@ from fa3_lib.compiler import COMPILE_LOCK
 from fa3_lib.config import WARPGROUP, WGMMA_M, ForwardConfig, ceil_div
 from fa3_lib.consumer import WARP, Consumer, Scores
 from fa3_lib.loads import Loads, Ring, init_rings
-from fa3_lib.walk import L2_BYTES, TILES_PER_CTA, Mailbox, Walk
+from fa3_lib.walk import Mailbox, Walk, heads_of_section
 
 WARPS_PER_GROUP = WARPGROUP // WARP
 ALIGN_SWIZZLE = 1024  # bytes: 128-byte swizzled tiles start on the 8-row pattern's boundary
@@ -147,10 +147,9 @@ class ForwardSm90:
         tiles_per_unit = 2 if const_expr(cfg.causal and not cfg.dynamic) else 1
         units = ceil_div(m_blocks, tiles_per_unit) * mQ.shape[2] * mQ.shape[3]
         ctas = cutlass.min(units, max_ctas)
-        # the dynamic walk: heads whose K and V fit in L2 together, but some tiles for each CTA, so that they end together
-        bytes_per_head = Int64(seqlen_k) * (cfg.head_dim + cfg.head_dim_v) * cfg.element_bytes
-        kv_heads = cutlass.min(Int32(Int64(L2_BYTES) // bytes_per_head), mK.shape[2] * mK.shape[3])
-        section = cutlass.max(kv_heads * (mQ.shape[2] // mK.shape[2]), ceil_div(TILES_PER_CTA * ctas, m_blocks))
+        section = Int32(1)
+        if const_expr(cfg.dynamic):
+            section = heads_of_section(cfg, seqlen_k, m_blocks, mQ.shape[2], mK.shape[2], mK.shape[3], ctas)
         self.kernel(
             tma_Q, mQ, tma_K, mK, tma_V, mV, tma_O, mO, mLSE, mSinks, mCounter, descales,
             sQ_layout, sK_layout, sV_layout, sO_layout,

@@ -149,7 +149,7 @@ def fp8_config(
     return Fp8Config(
         d, dv, tile_m, tile_n,
         causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
-        dynamic=causal and max(d, dv) <= 128 and rows >= DYNAMIC_CAUSAL,
+        dynamic=causal and (max(d, dv) > 128 or rows >= DYNAMIC_CAUSAL),
         two_level=two_level, pv_columns=pv_columns,
         block_scales=block_scales, **dict(zip(("q_format", "k_format", "v_format"), formats, strict=True)),
     ).validate()  # fmt: skip

@@ -6,19 +6,32 @@ Three walks, by `ForwardConfig`:
     pairs       (causal) tiles differ in length: a CTA takes a long one and its short mirror image (the last rows and the
                 first, and so on) one after the other; every pair is equally long.
     dynamic     (causal) a warp of each CTA takes the number of the next tile from a counter in global memory. The long ones
-                come first, within sections of heads whose K and V fit in L2 together (`ForwardSm90.launch`).
+                come first, within sections of heads (`heads_of_section`).
 
 A place in the walk is an Int32, `index`: `first()`, then `next(index)` while `index < end`; `tile(index)` says what it is.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from fa3_lib.config import ForwardConfig, ceil_div
 
 L2_BYTES = 32 * 2**20  # what the K and V of a section may fill of the 50 MB: Q, O and the next section want some, too
-TILES_PER_CTA = 3  # that a section has at least
+# Wider than this, from so many keys on, all heads are one section (H200, d256: 2 to 5 % faster at 4k to 16k, 2 to 20 % slower below)
+WIDE, LONG_WIDE = 128, 4096
+
+
+@cute.jit
+def heads_of_section(config: ForwardConfig, seqlen_k, m_blocks, heads, kv_heads, batch, ctas):
+    """Query heads that the dynamic walk keeps together, long tiles first: as many as have their K and V in L2 at once, but a
+    tile for each CTA. All arguments but the first are Int32; heads are those of one batch entry."""
+    per_head = Int64(seqlen_k) * (config.head_dim + config.head_dim_v) * config.element_bytes
+    fitting = cutlass.min(Int32(Int64(L2_BYTES) // per_head), kv_heads * batch)
+    section = cutlass.max(fitting * (heads // kv_heads), ceil_div(ctas, m_blocks))
+    if const_expr(max(config.head_dim, config.head_dim_v) > WIDE):
+        section = heads * batch if seqlen_k >= LONG_WIDE else section
+    return section
 
 
 class Walk:

@@ -1,6 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes .venv when it is missing; a second call starts at once.
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer)
 #   PY=python3          use an environment that exists, install nothing (a container, a machine without a network)
+#   PARALLEL=           run the tests in one process
 PYTHON ?= python3
 
 ifdef PY
@@ -13,16 +14,19 @@ endif
 # scripts that tests start elsewhere find the clone, also in an environment where it is not installed
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
+# tests compile kernels for most of their time: one process per core, 16 at most (PARALLEL= runs them in one)
+PARALLEL ?= -n auto --maxprocesses 16
+
 .PHONY: demo test gpu lint notebooks clean help
 
 demo: $(ready)  ## every rung that this machine can run, on real activations
 	@$(PY) -m fa3_course demo
 
 test: $(ready) lint  ## the whole test suite; GPU tests are skipped where there is no Hopper
-	$(PY) -m pytest
+	$(PY) -m pytest $(PARALLEL)
 
 gpu: $(ready)  ## only the tests that need a Hopper, in a few minutes; out/gpu_tests.xml records what ran
-	$(PY) -m pytest -m gpu --junitxml=out/gpu_tests.xml
+	$(PY) -m pytest -m gpu --junitxml=out/gpu_tests.xml $(PARALLEL)
 
 lint: $(ready)
 	@if $(PY) -c 'import ruff' 2>/dev/null; then $(PY) -m ruff check . && $(PY) -m ruff format --check .; \

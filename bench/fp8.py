@@ -10,10 +10,12 @@ included, and the transpose and the kernel apart. Errors go to `experiments_fp8e
 
     V = 1, V has a mean    |out - truth| / |truth|, Frobenius
     table 3                root of the mean square of out - truth (the paper's table 3: outliers in Q, K and V)
+    MiniLM                 |out - truth| / |truth| on the course's activations, by scale and format
     needle                 part of the bits of the one value asked for that are read wrong
 """
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import os
@@ -26,19 +28,21 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from bench import card, kernels, timing
 from bench.cases import GRIDS, Attention, Case, paper
 from bench.kernels import Kernel
 from bench.worker import reason, row_of
-from fa3_course import results
+from fa3_course import paths, results
 from fa3_course.results import Row, Run
 from fa3_lib import fp8, reference
 from fa3_lib.fp8_config import HEAD_DIMS, Fp8Config
 from fa3_lib.quantize import quantize, rotation_signs, transpose_v
 
 E4M3 = torch.float8_e4m3fn
+DTYPES = {name: dtype for dtype, name in fp8.FORMATS.items()}
 QUERIES = 64  # of the questions about errors
 KEYS = tuple(1024 * 4**i for i in range(5))  # 1k to 256k
 
@@ -144,9 +148,13 @@ def outliers(generator: torch.Generator, n: int = 4096, heads: int = 4, d: int =
     return [normal() + 10 * normal() * rare() for _ in range(3)]
 
 
-def table_3(q, k, v, granularity: str, rotated: bool) -> torch.Tensor:
+def quantised(q, k, v, granularity: str, rotated: bool, formats: Sequence[str] = ("e4m3",) * 3) -> torch.Tensor:
+    """The answer on q, k, v rounded to 8 bits; formats: of each."""
     signs = rotation_signs(q.shape[-1], 0, q.device) if rotated else None
-    packed = [quantize(x, E4M3, granularity, signs=s) for x, s in ((q, signs), (k, signs), (v, None))]
+    packed = [
+        quantize(x, DTYPES[f], granularity, signs=s)
+        for x, s, f in zip((q, k, v), (signs, signs, None), formats, strict=True)
+    ]
     descales = [descale for _, descale in packed]
     return fp8.forward(*(x for x, _ in packed), q.shape[-1] ** -0.5, with_lse=False,
                        **dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)))[0]  # fmt: skip
@@ -180,7 +188,23 @@ def errors(seed: int):
 
     for granularity, rotated in itertools.product(("tensor", "head", "block"), (False, True)):
         name = f"table 3: one scale per {granularity}{', rotated' if rotated else ''}"
-        yield row(name, lambda *x, g=granularity, r=rotated: table_3(*x, g, r), (q, k, v), rmse, shape)
+        yield row(name, lambda *x, g=granularity, r=rotated: quantised(*x, g, r), (q, k, v), rmse, shape)
+    for formats in (("e5m2",) * 3, ("e4m3", "e4m3", "e5m2")):
+        name = f"table 3: one scale per head, rotated, {'/'.join(formats)}"
+        yield row(name, lambda *x, f=formats: quantised(*x, "head", True, f), (q, k, v), rmse, shape)
+
+    with np.load(paths.data("minilm_qkv.npz")) as arrays:
+        q, k, v = (torch.from_numpy(arrays[name]).transpose(1, 2).contiguous().cuda() for name in "qkv")
+    text, _ = reference.attention(q, k, v)
+    shape = Attention(q.shape[3], False, q.shape[0], q.shape[1], q.shape[2]).fields
+    for granularity, rotated in itertools.product(("tensor", "head", "block"), (False, True)):
+        name = f"MiniLM: one scale per {granularity}{', rotated' if rotated else ''}"
+        call = functools.partial(quantised, granularity=granularity, rotated=rotated)
+        yield row(name, call, (q, k, v), lambda out: relative(out, text), shape)
+    for formats in (("e5m2",) * 3, ("e4m3", "e4m3", "e5m2")):
+        call = functools.partial(quantised, granularity="head", rotated=True, formats=formats)
+        name = f"MiniLM: one scale per head, rotated, {'/'.join(formats)}"
+        yield row(name, call, (q, k, v), lambda out: relative(out, text), shape)
 
 
 # --- sweep -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 import os
+import secrets
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ if not torch.cuda.is_available():  # before anything imports Triton: its kernels
 
 def has_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+# one for the whole run: the processes of pytest-xdist must agree on the names of the tests, some of which hold it
+os.environ.setdefault("FA3_TEST_SEED", str(secrets.randbelow(2**20)))
 
 
 def pytest_collection_modifyitems(items):

@@ -958,16 +958,54 @@ table(
 )
 
 # %% [markdown]
-# At head dim 64, S, P, T and O fit side by side (T of 32 columns: a product so narrow is not at full rate, but here the exponentials are the long part). At 128 and 256 they do not: S, and then P and T, take turns in the same registers. A consumer's softmax then has only the products of the *other* consumers to run
-# under (three consumers at 128, but two at 256), and T's parts are started, awaited and added one by one. With one level there is no T, and all of them overlap. So the second level costs no
-# instruction, and yet time: through the registers.
+# Only at head dim 64 would S, P, T and O fit side by side. So with two levels S, and then P and T, take turns in the same registers, and a consumer's softmax has only the products of the *other* consumers to run
+# under: three consumers at 64 and 128, but two at 256, where T's parts are also awaited and added one by one. With one level there is no T, and a consumer overlaps with itself. (The other way was measured: with two levels side by side, 64 and 128 lose,
+# and 256 spills; bench/NOTES.md.)
 #
-# What would be next:
+# ### What the library does beyond rung 10
 #
-# * **Head dim 128, overlapped.** Two consumers have the registers for it, with T in parts; in the sweep (`python -m bench.fp8 --sweep`) three consumers without overlap were faster. The parts would have to overlap one another, too.
-# * **Head dim 256.** O alone takes more than half of the registers. Fewer keys per block make room, and make products short.
-# * **The maximum off the way.** The 16-bit kernel computes none in blocks without a mask, since weights above 1 do no harm there. P in e4m3 ends at 448: a smaller offset would buy some room, with smaller weights lost below.
-# * **Short sequences.** Turn V in the kernel, or let whoever writes V write it turned (`quantize.transpose_v`).
+# A kernel whose products take half the time of bf16's is bound by everything else, and on Hopper that is first of all the number of *instructions* per score. Two of them can go:
+#
+# * **The addition of P.** V gets eight rows of ones below it in shared memory (they are K-major, so that is 1 KB per stage, written once). P V then has eight columns more, and each of them is the sum of P, for a ninth part of a narrow product. No instruction adds weights any more.
+# * **The maximum.** In a block without a mask any number near the row's maximum serves as well. The kernel keeps the one of the blocks before (chapter 3, section 13). In e4m3 there is little room above: with an exponent offset of 4 instead of 8 a weight may become 16 times as large before it reaches 256. Then
+#   a bit of the packed bytes says so, all warps of the consumer vote, and the block is done again with a new maximum.
+#
+# Each alone would be wrong. The largest weight used to be exactly 256, a number that e4m3 has; now it is any number, and is rounded by up to 6 %. For a row that one key dominates that is the whole answer. Guess first: such a row has one weight of 0.9 in all, rounded to e4m3. How wrong is its output, at most, if the sum that it is divided by is
+# the exact one? And if it is the sum of the *rounded* weights?
+
+# %%
+guess = None  # percent, with the exact sum
+
+# %%
+def dominated_rows(offset_of_max, rounded_sum, rows=2000, keys=128):
+    """The largest error of rows whose first key has 90 % of the weight: V is 1 there and 0 elsewhere, so the answer is 0.9."""
+    weights = rng.random((rows, keys))
+    weights[:, 1:] *= 0.1 / weights[:, 1:].sum(1, keepdims=True)
+    weights[:, 0] = 0.9
+    scaled = weights / weights.max(1, keepdims=True) * 2.0 ** offset_of_max(rows)[:, None]
+    rounded = fp8.to_grid(scaled, fp8.E4M3)
+    answer = rounded[:, 0] / (rounded if rounded_sum else scaled).sum(1)
+    return float(np.abs(answer / 0.9 - 1).max())
+
+
+own, earlier = (lambda rows: np.full(rows, 8.0)), (lambda rows: rng.uniform(4, 7.9, rows))
+found = {
+    "own maximum, exact sum": dominated_rows(own, False),
+    "own maximum, sum of rounded P": dominated_rows(own, True),
+    "an earlier maximum, exact sum": dominated_rows(earlier, False),
+    "an earlier maximum, sum of rounded P": dominated_rows(earlier, True),
+}
+reveal("an earlier maximum, exact sum", guess, 100 * found["an earlier maximum, exact sum"], "%")
+table(["", "largest error"], [[name, f"{100 * error:.1f} %"] for name, error in found.items()])
+
+# %% [markdown]
+# So the two belong together: the row of ones is what allows an earlier maximum. With one level, where the sum would stay in the tensor core's 13 bits, it cannot be used (a sum of positive numbers is what they cut most), and the library keeps both maximum and additions there. That is why its two levels
+# are the faster ones at head dims 64 and 128.
+#
+# ### What would be next
+#
+# * **Head dim 256.** O alone takes more than half of the registers. Fewer keys per block make room, and make products short; parts of 64 columns with two in flight spill.
+# * **Peaked scores.** Where each block's scores jump by more than 2.8 (in natural units) above all before them, every block is done twice.
 
 # %% [markdown]
 # ## 12. Three questions

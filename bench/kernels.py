@@ -183,7 +183,7 @@ def _peers(dtype: str) -> list[Kernel]:
 FP8_SOURCE = (
     "fa3_lib/config.py", "fa3_lib/consumer.py", "fa3_lib/forward_fp8_sm90.py", "fa3_lib/forward_sm90.py", "fa3_lib/fp8.py",
     "fa3_lib/fp8_config.py", "fa3_lib/loads.py", "fa3_lib/quantize.py", "fa3_lib/quantize_triton.py", "fa3_lib/softmax.py",
-    "fa3_lib/walk.py",
+    "fa3_lib/turn_v.py", "fa3_lib/walk.py",
 )  # fmt: skip
 
 

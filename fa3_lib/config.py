@@ -89,6 +89,22 @@ class ForwardConfig:
         """32-bit registers per consumer thread for S (fp32), P (16 bit) and O (fp32)."""
         return self.tile_n // 2 + self.tile_n * self.element_bytes // 8 + self.head_dim_v // 2
 
+    @property
+    def turning_warps(self) -> int:
+        """Warps of the producer's warpgroup that transpose V on its way: an FP8 configuration's, if any."""
+        return 0
+
+    @property
+    def raw_stages(self) -> int:
+        """Slots of the ring in which V comes to those warps."""
+        return 0
+
+    @property
+    def mailbox_readers(self) -> int:
+        """Warps that read the next tile of a dynamic walk: of K's and of Q's loads, and the consumers'. Where warps turn V, Q's
+        is the scheduler itself."""
+        return 4 * self.consumer_warpgroups + (1 + self.turning_warps if self.turning_warps else 2)
+
     # --- barriers ------------------------------------------------------------------------------------------------
 
     @property

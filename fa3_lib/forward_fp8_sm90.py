@@ -1,7 +1,8 @@
 """The FP8 forward kernel for Hopper (sm_90a): the 16-bit kernel's roles, walk and rings at half the bytes, other consumers.
 
     Q, K        e4m3 or e5m2, as they lie in memory; V transposed, its keys in the order of P's registers
-                (`quantize.transpose_v`), since WGMMA takes 8-bit operands with contiguous keys only
+                (`quantize.transpose_v`), since WGMMA takes 8-bit operands with contiguous keys only; or as it
+                lies in memory, and warps transpose it on its way (`turn_v.py`)
     P           exp2(scaled score - maximum + offset), rounded to e4m3 in the registers that S leaves
     T, O        T = P V of one key block starts at zero; O = O * shrink + T in fp32. A sum that stayed in the tensor core's
                 accumulator, of about 13 bits, would stop growing (two_level=False does that)
@@ -29,6 +30,7 @@ from fa3_lib.config import WARPGROUP, WGMMA_M
 from fa3_lib.consumer import Consumer, NamedBarrier, make_mma_pv
 from fa3_lib.forward_sm90 import ForwardSm90
 from fa3_lib.fp8_config import SCALE_BLOCK, Fp8Config
+from fa3_lib.turn_v import Scheduler, Turner
 
 SMALLEST_SCALE = 1e-18  # instead of 0; the product of two is still a normal number
 TOO_LARGE = -0x7F7F7F80  # 0x80808080: the sign of each byte of a word
@@ -322,6 +324,8 @@ def usable_scale(scale: Float32) -> Float32:
 class ForwardFp8Sm90(ForwardSm90):
     """Compile-time facts of one configuration; `__call__` is the host function."""
 
+    turner_type, scheduler_type = Turner, Scheduler
+
     def __init__(self, config: Fp8Config, out_dtype: type[cutlass.Numeric]):
         super().__init__(config, Float8E4M3FN, out_dtype)
         self.dtypes = tuple(ELEMENTS[name] for name in (config.q_format, config.k_format, config.v_format))
@@ -351,7 +355,7 @@ class ForwardFp8Sm90(ForwardSm90):
         self,
         mQ: cute.Tensor,  # (b, sq, h, d) bytes, as mK and mVt
         mK: cute.Tensor,  # (b, sk, hk, d)
-        mVt: cute.Tensor,  # (b, hk, dv, sk padded to 32): quantize.transpose_v
+        mVt: cute.Tensor,  # (b, hk, dv, sk padded to 32): quantize.transpose_v; with config.transposes_v (b, sk, hk, dv)
         mO: cute.Tensor,  # (b, sq, h, dv) 16 bit
         mLSE: cute.Tensor | None,  # (b, h, sq) fp32, if wanted
         mSinks: cute.Tensor | None,  # (h,) fp32, with config.sinks
@@ -367,9 +371,10 @@ class ForwardFp8Sm90(ForwardSm90):
         stream,
     ):
         # TMA sees (rows, columns, head, batch), V as (columns, keys, ...)
+        v_order = [3, 1, 2, 0] if self.config.transposes_v else [2, 3, 1, 0]
         mQ, mK, mV = (
             cute.make_tensor(cute.recast_ptr(x.iterator, dtype=self.dtype), cute.select(x.layout, mode=order))
-            for x, order in ((mQ, [1, 3, 2, 0]), (mK, [1, 3, 2, 0]), (mVt, [2, 3, 1, 0]))
+            for x, order in ((mQ, [1, 3, 2, 0]), (mK, [1, 3, 2, 0]), (mVt, v_order))
         )
         mO = cute.make_tensor(mO.iterator, cute.select(mO.layout, mode=[1, 3, 2, 0]))
         self.launch(
@@ -394,8 +399,8 @@ def compile_forward(
     Returns:
         The compiled object; called as `fn(q, k, vt, out, lse, sinks, counter, q_descale, k_descale, v_descale, softmax_scale,
         softcap, window_left, window_right, max_ctas)` if compiled with `--enable-tvm-ffi`. q, k and vt are bytes
-        (`view(torch.uint8)`), vt as `quantize.transpose_v` gives it; the descales are fp32 `(batch, kv_heads)` of any strides, with
-        `block_scales` `(batch, heads, blocks)`; the rest is as in `forward_sm90.compile_forward`.
+        (`view(torch.uint8)`), vt as `quantize.transpose_v` gives it or, with `transposes_v`, v itself; the
+        descales are fp32 `(batch, kv_heads)` of any strides, with `block_scales` `(batch, heads, blocks)`; the rest is as in `forward_sm90.compile_forward`.
     """
     b, sq, sk, h, hk, padded = (cute.sym_int() for _ in range(6))
     d, dv = cute.sym_int(divisibility=16), cute.sym_int(divisibility=16)
@@ -404,6 +409,7 @@ def compile_forward(
         strides = tuple(cute.sym_int64(divisibility=128 // element.width) for _ in range(3))
         return make_fake_tensor(element, shape, (*strides, 1), assumed_align=16)
 
+    v_shape = (b, sk, hk, dv) if config.transposes_v else (b, hk, dv, padded)
     lse = make_fake_tensor(Float32, (b, h, sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
     lse = lse if with_lse else None
     sinks = make_fake_tensor(Float32, (h,), (1,), assumed_align=4) if config.sinks else None
@@ -415,7 +421,7 @@ def compile_forward(
     with COMPILE_LOCK:
         return cute.compile(
             ForwardFp8Sm90(config, OUTPUTS[out_dtype]),
-            tensor(Uint8, b, sq, h, d), tensor(Uint8, b, sk, hk, d), tensor(Uint8, b, hk, dv, padded),
+            tensor(Uint8, b, sq, h, d), tensor(Uint8, b, sk, hk, d), tensor(Uint8, *v_shape),
             tensor(OUTPUTS[out_dtype], b, sq, h, dv), lse, sinks, counter, *descales,
             Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), stream,
             options=f"--gpu-arch sm_90a {options}",

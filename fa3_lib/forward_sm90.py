@@ -6,6 +6,7 @@ One CTA per SM walks over tiles of `tile_m` query rows of one head (`walk.py`). 
     load_kv      warp 0: one thread starts the TMA loads of K(n), V(n), for n from the last key block down  (`loads.py`)
     load_q       warp 1: one thread starts the TMA loads of each consumer's 64 query rows
     scheduler    warp 2: takes the next tile from a counter, if the walk is dynamic
+    turner       warps 2 and 3 of some FP8 kernels, in which load_q schedules as well: transpose V on its way (`turn_v.py`)
     consumer     warpgroups 1..: 64 query rows each, S = Q K^T and O += P V by WGMMA, online softmax in registers between
                  them, epilogue (`consumer.py`). Softmax(n) runs while the tensor cores work on the warpgroup's P V of the
                  block before and on the other warpgroups' products
@@ -14,7 +15,9 @@ Warpgroup 0 (the loads) hands its registers to the consumers by setmaxnreg. Barr
 
     barrier      one per              full when                        free when
     K ring       stage                1 arrival + k_bytes              one arrival per consumer warp
-    V ring       stage                1 arrival + v_bytes              one arrival per consumer warp
+    V ring       stage                1 arrival + v_bytes, or          one arrival per consumer warp
+                                      one per turning warp
+    raw V ring   stage                1 arrival + v_bytes              one arrival per turning warp
     Q            consumer             1 arrival + its share of q_bytes q_empty_arrivals of its consumer
     mailbox      CTA                  1 arrival (the scheduler)        one arrival per warp of the other roles
 """
@@ -47,6 +50,7 @@ class ForwardSm90:
     """
 
     consumer_type = Consumer
+    turner_type, scheduler_type = None, None  # of kernels that transpose V on its way
 
     def __init__(
         self, config: ForwardConfig, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric] | None = None
@@ -104,13 +108,19 @@ class ForwardSm90:
         v_rows = cfg.head_dim_v + cfg.sum_rows
         sV_layout = hopper.make_smem_layout_b(v_major, (WGMMA_M, v_rows, cfg.tile_n), dtype, cfg.stages)
         sO_layout = hopper.make_smem_layout_epi(self.out_dtype, row_major, (WGMMA_M, cfg.head_dim_v), consumers)
+        # what TMA makes of V: the consumers' operand or, where warps turn it, tiles as V lies in memory
+        raw_layout, loaded_layout = None, self.loaded_part(sV_layout)
+        if const_expr(cfg.turning_warps):
+            tile = (WGMMA_M, cfg.head_dim_v, cfg.tile_n)
+            raw_layout = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, tile, dtype, cfg.raw_stages)
+            loaded_layout = raw_layout
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         one_tile = (None, None, 0)
         tma_Q, mQ = cpasync.make_tiled_tma_atom(load, mQ, cute.slice_(sQ_layout, one_tile), (WGMMA_M, cfg.head_dim))
         tma_K, mK = cpasync.make_tiled_tma_atom(load, mK, cute.slice_(sK_layout, one_tile), (cfg.tile_n, cfg.head_dim))
         tma_V, mV = cpasync.make_tiled_tma_atom(
-            load, mV, cute.slice_(self.loaded_part(sV_layout), one_tile), (cfg.head_dim_v, cfg.tile_n)
+            load, mV, cute.slice_(loaded_layout, one_tile), (cfg.head_dim_v, cfg.tile_n)
         )
         tma_O, mO = cpasync.make_tiled_tma_atom(store, mO, cute.slice_(sO_layout, one_tile), (WGMMA_M, cfg.head_dim_v))
 
@@ -126,12 +136,17 @@ class ForwardSm90:
             k_empty: cute.struct.MemRange[Int64, cfg.stages]
             v_full: cute.struct.MemRange[Int64, cfg.stages]
             v_empty: cute.struct.MemRange[Int64, cfg.stages]
+            raw_full: cute.struct.MemRange[Int64, cfg.raw_stages]
+            raw_empty: cute.struct.MemRange[Int64, cfg.raw_stages]
             mail_full: Int64
             mail_empty: Int64
             mail: cute.struct.MemRange[Int32, 2]
             q: cute.struct.Align[cute.struct.MemRange[dtype, q_elements], ALIGN_SWIZZLE]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sK_layout)], ALIGN_SWIZZLE]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sV_layout)], ALIGN_SWIZZLE]
+            raw: cute.struct.Align[
+                cute.struct.MemRange[dtype, cute.cosize(raw_layout) if cfg.raw_stages else 0], ALIGN_SWIZZLE
+            ]
             o: cute.struct.Align[cute.struct.MemRange[self.out_dtype, o_elements], ALIGN_SWIZZLE]
 
         self.shared_storage = SharedStorage
@@ -152,7 +167,7 @@ class ForwardSm90:
             section = heads_of_section(cfg, seqlen_k, m_blocks, mQ.shape[2], mK.shape[2], mK.shape[3], ctas)
         self.kernel(
             tma_Q, mQ, tma_K, mK, tma_V, mV, tma_O, mO, mLSE, mSinks, mCounter, descales,
-            sQ_layout, sK_layout, sV_layout, sO_layout,
+            sQ_layout, sK_layout, sV_layout, raw_layout, sO_layout,
             seqlen_q, scale_log2, factor, window_left, window_right, section,
         ).launch(
             grid=[ctas, 1, 1],
@@ -180,6 +195,7 @@ class ForwardSm90:
         sQ_layout: cute.ComposedLayout,
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
+        raw_layout: cute.ComposedLayout | None,  # of V as TMA brings it, if not as sV_layout says
         sO_layout: cute.ComposedLayout,
         seqlen_q: Int32,
         scale_log2: Float32,
@@ -200,37 +216,54 @@ class ForwardSm90:
         sQ = storage.q.get_tensor(self.by_consumer(sQ_layout), sQ_layout.inner, q_type)  # (64, d, consumer)
         sK = storage.k.get_tensor(sK_layout.outer, sK_layout.inner, k_type)  # (tile_n, d, stage)
         sV = storage.v.get_tensor(sV_layout.outer, sV_layout.inner, v_type)  # (dv + sum_rows, tile_n, stage)
-        loaded = self.loaded_part(sV_layout)
-        loaded_V = storage.v.get_tensor(loaded.outer, loaded.inner, v_type)  # (dv, tile_n, stage)
         o_memory = storage.o if const_expr(cfg.own_output) else storage.q
         sO = o_memory.get_tensor(self.by_consumer(sO_layout), swizzle=sO_layout.inner)  # (64, dv, consumer)
         K = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), cfg.stages, cfg.k_bytes)
         V = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), cfg.stages, cfg.v_bytes)
+        # what TMA fills, (dv, tile_n, stage)
+        loaded_V, loaded_layout, loaded = V, self.loaded_part(sV_layout), storage.v
+        if const_expr(cfg.turning_warps):
+            loaded_V = Ring(storage.raw_full.data_ptr(), storage.raw_empty.data_ptr(), cfg.raw_stages, cfg.v_bytes)
+            loaded_layout, loaded = raw_layout, storage.raw
+        s_loaded = loaded.get_tensor(loaded_layout.outer, loaded_layout.inner, v_type)
         q_full, q_empty, q_bytes = storage.q_full.data_ptr(), storage.q_empty.data_ptr(), cfg.q_bytes // consumers
         Q = [Ring(q_full + i, q_empty + i, 1, q_bytes) for i in range(consumers)]
         mail = storage.mail.get_tensor(cute.make_layout(1)), storage.mail_full.ptr, storage.mail_empty.ptr
         if warp == 0:
             with cute.arch.elect_one():
-                init_rings((K, V), cfg.full_arrivals, cfg.empty_arrivals)
+                init_rings((K,), cfg.full_arrivals, cfg.empty_arrivals)
+                init_rings((V,), cfg.turning_warps or cfg.full_arrivals, cfg.empty_arrivals)
+                if const_expr(cfg.turning_warps):
+                    init_rings((loaded_V,), cfg.full_arrivals, cfg.turning_warps)
                 init_rings(Q, cfg.full_arrivals, cfg.q_empty_arrivals)
                 if const_expr(cfg.dynamic):
                     _, mail_full, mail_empty = mail
                     cute.arch.mbarrier_init(mail_full, 1)
-                    cute.arch.mbarrier_init(mail_empty, 2 + consumers * WARPS_PER_GROUP)
+                    cute.arch.mbarrier_init(mail_empty, cfg.mailbox_readers)
         cute.arch.mbarrier_init_fence()
         self.write_constants(storage, sV_layout)
         cute.arch.sync_threads()
 
-        walk = Walk(cfg, cute.size(mQ.shape[0]), mQ.shape[2], mQ.shape[3], section, Mailbox(*mail))
+        to_walk = cute.size(mQ.shape[0]), mQ.shape[2], mQ.shape[3], section
+        walk = Walk(cfg, *to_walk, Mailbox(*mail))
         scores = Scores(cfg, seqlen_q, mK.shape[0], scale_log2, factor, window_left, window_right)
         if warp < WARPS_PER_GROUP:
             cute.arch.setmaxregister_decrease(cfg.producer_registers)
             # ruff: noqa: SIM102, decided while tracing inside of what is decided while running
             # (roles are made where they are used: the DSL carries named objects through a branch only as runtime values)
             if warp == 0:
-                Loads(cfg, walk, scores, K, V, Q).load_kv(tma_K, mK, sK, tma_V, mV, loaded_V)
+                Loads(cfg, walk, scores, K, loaded_V, Q).load_kv(tma_K, mK, sK, tma_V, mV, s_loaded)
             elif warp == 1:
-                Loads(cfg, walk, scores, K, V, Q).load_q(tma_Q, mQ, sQ)
+                if const_expr(cfg.turning_warps and cfg.dynamic):
+                    Loads(cfg, Walk(cfg, *to_walk, self.scheduler_type(*mail, mCounter)), scores, K, V, Q).load_q(
+                        tma_Q, mQ, sQ
+                    )
+                    self.scheduler_type(*mail, mCounter).close()
+                else:
+                    Loads(cfg, walk, scores, K, V, Q).load_q(tma_Q, mQ, sQ)
+            elif const_expr(cfg.turning_warps):
+                raw, turned = (storage.raw.data_ptr(), raw_layout), (storage.v.data_ptr(), sV_layout)
+                self.turner_type(cfg, walk, scores, loaded_V, V, *raw, *turned, warp - 2).run()
             elif warp == 2:
                 if const_expr(cfg.dynamic):
                     Mailbox(*mail).serve(mCounter, walk.end)

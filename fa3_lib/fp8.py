@@ -9,7 +9,7 @@ import torch
 from fa3_lib import checks, interface, tiled
 from fa3_lib.compiler import forward_kernel
 from fa3_lib.config import ceil_div
-from fa3_lib.fp8_config import KEY_GROUP, SCALE_BLOCK, Fp8Config, fp8_config
+from fa3_lib.fp8_config import KEY_GROUP, SCALE_BLOCK, Fp8Config, few_queries, fp8_config
 from fa3_lib.quantize import dequantize, transpose_v
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -43,7 +43,8 @@ def forward(
         q: `(batch, seqlen_q, heads, head_dim)` torch.float8_e4m3fn or torch.float8_e5m2, as k and v, each with a format of its own;
             the last dim contiguous, head_dim a multiple of 16 up to 256.
         k: `(batch, seqlen_k, kv_heads, head_dim)`, likewise.
-        v: `(batch, seqlen_k, kv_heads, head_dim_v)`, any strides, or what `fa3_lib.quantize.transpose_v` makes of it, with
+        v: `(batch, seqlen_k, kv_heads, head_dim_v)`, any strides (a kernel of its own transposes it, if there are many queries or
+            strides or address are no multiples of 16 bytes), or what `fa3_lib.quantize.transpose_v` makes of it, with
             `transposed`, which saves its time where one V serves several calls.
         softmax_scale, causal, softcap, sinks, pack_gqa, sm_margin: as `flash_attn_func` takes them.
         left, right: the window's sides, -1 for unlimited.
@@ -68,7 +69,7 @@ def forward(
     block_scales = q_descale is not None and q_descale.dim() == 3
     plan = _plan(
         *facts(q), *facts(k), *facts(v), causal, left, right, softcap > 0.0, None if sinks is None else facts(sinks),
-        pack_gqa, sm_margin, two_level, out_dtype, block_scales, transposed,
+        pack_gqa, sm_margin, two_level, out_dtype, block_scales, transposed, v.data_ptr() % checks.TMA_ALIGNMENT == 0,
     )  # fmt: skip
     config, device = plan.config, q.device
     if plan.convert_sinks:
@@ -85,11 +86,11 @@ def forward(
     out, lse = interface.outputs(plan, plan.out_dtype, device, sinks, with_lse)
     if plan.empty:
         return out, lse
-    vt = v if transposed else transpose_v(v)
+    vt = v if transposed or config.transposes_v else transpose_v(v)
     if (q.data_ptr() | k.data_ptr() | vt.data_ptr()) % checks.TMA_ALIGNMENT:
         checks.refuse_misaligned(q=q, k=k, v=vt)
-    if plan.strides != (None, None):
-        q, k = (x if s is None else x.as_strided(x.shape, s) for x, s in zip((q, k), plan.strides, strict=True))
+    if plan.strides != (None, None, None):
+        q, k, vt = (x if s is None else x.as_strided(x.shape, s) for x, s in zip((q, k, vt), plan.strides, strict=True))
     q, k, vt = (x.view(torch.uint8) for x in (q, k, vt))
     descales = [ones(k.shape[0], k.shape[2], device) if x is None else x for x in (q_descale, k_descale, v_descale)]
     kernel = forward_kernel(config, plan.out_dtype, with_lse)
@@ -142,7 +143,7 @@ class _Plan(NamedTuple):
     window_right: int
     empty: bool  # nothing to compute
     ctas: int  # SMs of the device that may be used; 0 on a CPU
-    strides: tuple[tuple[int, ...] | None, ...]  # of q and k, where TMA needs other strides than the tensor's
+    strides: tuple[tuple[int, ...] | None, ...]  # of q, k and v, where TMA needs other strides than the tensor's
     convert_sinks: bool  # they are not contiguous fp32
 
 
@@ -162,9 +163,10 @@ def _plan(*key) -> _Plan:
         out_dtype,
         block_scales,
         transposed,
+        v_aligned,
     ) = key
     check_tensors(*tensors, transposed)
-    q_shape, q_stride, q_dtype, device, k_shape, k_stride, k_dtype, _, v_shape, _, v_dtype, _ = tensors
+    q_shape, q_stride, q_dtype, device, k_shape, k_stride, k_dtype, _, v_shape, v_stride, v_dtype, _ = tensors
     if out_dtype not in (None, *OUT_DTYPES):
         raise TypeError(
             f"out_dtype is {out_dtype}; for float8 tensors one of {', '.join(map(str, OUT_DTYPES))} is accepted"
@@ -187,20 +189,23 @@ def _plan(*key) -> _Plan:
     left, right = interface.effective_window(left, right, causal, seqlen_q, seqlen_k)
     causal = (left, right) == (-1, 0)
     window = not causal and (left, right) != (-1, -1)
+    transposes_v = not transposed and few_queries(head_dim, head_dim_v, seqlen_q * (heads // kv_heads))
     choose = functools.partial(
         fp8_config, head_dim, head_dim_v, causal, seqlen_q,
         two_level=two_level, window=window, softcap=softcap, sinks=sinks is not None, block_scales=block_scales,
         formats=tuple(FORMATS[dtype] for dtype in (q_dtype, k_dtype, v_dtype)),
+        transposes_v=transposes_v and v_aligned and tma_reads(v_shape, v_stride),
     )  # fmt: skip
     config = choose()
     pack = 1 if block_scales else interface.choose_pack_gqa(pack_gqa, heads // kv_heads, seqlen_q, config.tile_m)
     if pack > 1:
         config = choose(pack_gqa=pack)
 
-    sms, strides = 0, (None, None)
+    sms, strides = 0, (None, None, None)
     if device.type != "cpu":
         sms = checks.hopper_sms(device)
         strides = tuple(tma_strides(*layout) for layout in (("q", q_shape, q_stride), ("k", k_shape, k_stride)))
+        strides += (tma_strides("v", v_shape, v_stride) if config.transposes_v else None,)
     checks.check_sm_margin(sm_margin, sms)
     out_shape = (batch, seqlen_q, heads, head_dim_v)
     unlimited = seqlen_q + seqlen_k
@@ -294,3 +299,10 @@ def tma_strides(name: str, shape, stride) -> tuple[int, ...] | None:
             f"{name} has strides {stride}; multiples of 16 bytes are accepted, except the last: call {name}.contiguous()"
         )
     return usable if usable != tuple(stride) else None
+
+
+def tma_reads(shape, stride) -> bool:
+    """Whether TMA can read such a tensor where it lies."""
+    return stride[3] == 1 and all(
+        size == 1 or (s > 0 and s % 16 == 0) for size, s in zip(shape[:3], stride, strict=False)
+    )

@@ -1,8 +1,8 @@
 """Tile configurations of the FP8 forward kernel. Nothing here imports the DSL or torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fa3_lib.config import DYNAMIC_CAUSAL, SHORT_CAUSAL, WARPGROUP, ForwardConfig
+from fa3_lib.config import DYNAMIC_CAUSAL, REGISTER_SPLIT, SHORT_CAUSAL, SMEM_LIMIT, WARPGROUP, ForwardConfig
 
 KEY_GROUP = 32  # keys of one k-step of P V
 HEAD_DIMS = (64, 128, 192, 256)  # compiled head dims; TMA zero-fills the columns between
@@ -12,6 +12,10 @@ ONE_LEVEL_OFFSET, TWO_LEVEL_OFFSET = 8, 4
 SCALE_BLOCK = 128  # rows of Q, of K and of V that share a factor under block scales
 FORMATS = ("e4m3", "e5m2")
 MAX_WGMMA_N = 256  # columns of one product
+TURNING_WARPS = 2  # of the producer's warpgroup, that transpose V inside the kernel
+RAW_STAGES = 2  # slots for V as it lies in memory
+# setmaxnreg where warps turn V, for which 24 registers are too few: with V up to 128 wide, and wider
+TURNING_SPLIT, WIDE_TURNING_SPLIT = REGISTER_SPLIT | {2: (40, 232)}, REGISTER_SPLIT | {2: (32, 240)}
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Fp8Config(ForwardConfig):
         pv_columns: columns of O that one product P V computes, which are T's; P V runs in `head_dim_v / pv_columns` parts.
         block_scales: whether descales are per head and block of 128 rows (of q, k and v) instead of per KV head.
         q_format, k_format, v_format: "e4m3" or "e5m2".
+        transposes_v: whether V comes as it lies in memory, and two warps transpose it tile by tile (`turn_v.py`), once for each
+            tile of queries. Otherwise it comes transposed.
     """
 
     element_bytes: int = 1
@@ -34,6 +40,7 @@ class Fp8Config(ForwardConfig):
     q_format: str = "e4m3"
     k_format: str = "e4m3"
     v_format: str = "e4m3"
+    transposes_v: bool = False
 
     @property
     def sum_rows(self) -> int:
@@ -49,6 +56,31 @@ class Fp8Config(ForwardConfig):
     def part_columns(self, part: int) -> int:
         """Columns of one part of P V, those of the sum included."""
         return self.pv_columns + (self.sum_rows if part == self.parts - 1 else 0)
+
+    @property
+    def turning_warps(self) -> int:
+        return TURNING_WARPS if self.transposes_v else 0
+
+    @property
+    def raw_stages(self) -> int:
+        return RAW_STAGES if self.transposes_v else 0
+
+    @property
+    def register_split(self) -> tuple[int, int]:
+        turning = WIDE_TURNING_SPLIT if self.head_dim_v > 128 else TURNING_SPLIT
+        return (turning if self.transposes_v else REGISTER_SPLIT)[self.consumer_warpgroups]
+
+    @property
+    def producer_registers(self) -> int:
+        return self.register_split[0]
+
+    @property
+    def consumer_registers(self) -> int:
+        return self.register_split[1]
+
+    @property
+    def smem_bytes(self) -> int:
+        return super().smem_bytes + self.raw_stages * self.v_bytes
 
     @property
     def parts(self) -> int:
@@ -69,7 +101,8 @@ class Fp8Config(ForwardConfig):
         return 2 if self.parts > 1 and registers + 40 <= self.consumer_registers else 1
 
     def budget(self) -> str:
-        return super().budget().replace("S + P + O", "S, P, T and O")
+        words = super().budget().replace("S + P + O", "S, P, T and O")
+        return words.replace(" + 1024", f" + {self.raw_stages} x V {self.v_bytes} + 1024") if self.raw_stages else words
 
     def validate(self) -> "Fp8Config":
         rules = (
@@ -119,6 +152,16 @@ ONE_LEVEL_TILES = {  # pv_columns are all that V has
     256: (128, 128, 256, True),
 }
 
+# Up to this many queries, over all heads that read one KV head, V is transposed inside the kernel: again for each tile of queries,
+# but without a kernel of its own. H200, that kernel included: d64 13 to 1 % faster up to here, d128 17 to 1 % (but up to 4 % slower
+# where keys are 8 times as many), d192 15 to 0 %; d128 is 0 to 8 % slower with twice as many.
+IN_KERNEL_QUERIES = {64: 2048, 128: 1024, 192: 2048, 256: 1024}
+
+
+def few_queries(head_dim: int, head_dim_v: int, queries: int) -> bool:
+    """Whether `queries`, those of one KV head, are so few that V is transposed inside the kernel."""
+    return queries <= IN_KERNEL_QUERIES[next(d for d in HEAD_DIMS if d >= max(head_dim, head_dim_v))]
+
 
 def fp8_config(
     head_dim: int,
@@ -133,10 +176,12 @@ def fp8_config(
     pack_gqa: int = 1,
     block_scales: bool = False,
     formats: tuple[str, str, str] = ("e4m3", "e4m3", "e4m3"),
+    transposes_v: bool = False,
 ) -> Fp8Config:
     """The configuration for tensors of these head dims (multiples of 16, at most 256); without `seqlen_q`, for long ones.
 
-    `seqlen_q` counts queries. formats: of q, k and v. The other arguments are `Fp8Config`'s.
+    `seqlen_q` counts queries. formats: of q, k and v. transposes_v: `Fp8Config`'s where shared memory has room for it
+    (`few_queries` says when it pays). The other arguments are `Fp8Config`'s.
     """
     d, dv = (next(d for d in HEAD_DIMS if d >= x) for x in (head_dim, head_dim_v))
     tile_m, tile_n, widest_part, ping_pong = (TILES if two_level else ONE_LEVEL_TILES)[max(d, dv)]
@@ -146,10 +191,12 @@ def fp8_config(
     if tile_m == 192 and not two_level and softcap:  # 160 registers have no room for it
         tile_m = WARPGROUP
     pv_columns = next(x for x in (widest_part, 96, 64, 32) if x <= widest_part and dv % x == 0) if two_level else dv
-    return Fp8Config(
+    config = Fp8Config(
         d, dv, tile_m, tile_n,
         causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
         dynamic=causal and (max(d, dv) > 128 or rows >= DYNAMIC_CAUSAL),
         two_level=two_level, pv_columns=pv_columns,
         block_scales=block_scales, **dict(zip(("q_format", "k_format", "v_format"), formats, strict=True)),
-    ).validate()  # fmt: skip
+    )  # fmt: skip
+    turning = replace(config, transposes_v=transposes_v)
+    return (turning if turning.smem_bytes <= SMEM_LIMIT else config).validate()

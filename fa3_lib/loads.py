@@ -37,6 +37,17 @@ class Ring:
         cute.copy(atom, source, target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
+    def acquire(self, tile: Int32):
+        """For warps that write `tile` themselves: until its stage is free."""
+        cute.arch.mbarrier_wait(self.empty + self.stage(tile), self.phase(tile) ^ 1)
+
+    @cute.jit
+    def fill(self, tile: Int32):
+        """For warps that wrote `tile` themselves, one arrival per warp: it has come."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full + self.stage(tile))
+
+    @cute.jit
     def wait(self, tile: Int32):
         """The consumer's: until `tile` has come."""
         cute.arch.mbarrier_wait(self.full + self.stage(tile), self.phase(tile))

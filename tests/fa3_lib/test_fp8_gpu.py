@@ -155,6 +155,40 @@ def test_memory_beyond_the_tensors_is_not_seen(d):
             assert torch.equal(got, want)
 
 
+TURNED = (  # b, sq, sk, heads, kv_heads
+    (1, 64, 128, 1, 1), (2, 200, 300, 4, 2), (3, 1, 77, 4, 2), (2, 1000, 999, 6, 6), (2, 300, 17, 4, 4), (4, 512, 1024, 8, 4),
+    (3, 1024, 2048, 16, 16),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", ({}, {"causal": True}, {"window_size": (90, 7)}), ids=str)
+@pytest.mark.parametrize("d, dv, two_level", ((64, 64, True), (128, 128, True), (192, 192, True), (80, 112, False)))
+def test_v_turned_inside_the_kernel_gives_the_same_bits(d, dv, two_level, mask, monkeypatch):
+    for b, sq, sk, heads, kv_heads in TURNED:
+        (q, k, v), descales = draw(b, sq, sk, heads, kv_heads, d, dv)
+        storage = torch.full((b, sk + 3, kv_heads + 2, dv + 48), 0x7F, dtype=torch.uint8, device="cuda")  # NaN
+        view = storage[:, 1 : sk + 1, 1 : kv_heads + 1, 16 : dv + 16].view(E4M3)
+        view.view(torch.uint8).copy_(v.view(torch.uint8))
+        call = functools.partial(attend, q, k, two_level=two_level, pack_gqa=False, **mask, **descales)
+        expected = call(transpose_v(v), transposed=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(fp8, "transpose_v", None)
+            for turned in (v, view):
+                for got, want in zip(call(turned), expected, strict=True):
+                    assert torch.equal(got, want)
+
+
+def test_a_v_that_tma_cannot_read():
+    (q, k, v), descales = draw(2, 100, 200, 4, 4, 64)
+    expected = attend(q, k, v, **descales)
+    flat = torch.zeros(v.numel() + 8, dtype=torch.uint8, device="cuda").view(E4M3)
+    misaligned = flat[8:].view(v.shape)
+    misaligned.view(torch.uint8).copy_(v.view(torch.uint8))
+    for other in (misaligned, v.transpose(1, 3).contiguous().transpose(1, 3)):
+        for got, want in zip(attend(q, k, other, **descales), expected, strict=True):
+            assert torch.equal(got, want)
+
+
 def test_offsets_beyond_32_bits():
     rows, d = 400, 64
     (q, k, v), descales = draw(2, rows, rows, 1, 1, d)

@@ -44,7 +44,7 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def rotated(items: Sequence, turn: int) -> list:
-    """The items in order, beginning with another one each turn: nobody always runs after the same neighbour."""
+    """The items in order, beginning with another one each turn: nobody is always the first, or the last."""
     start = turn % len(items) if items else 0
     return [*items[start:], *items[:start]]
 

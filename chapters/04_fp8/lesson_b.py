@@ -976,6 +976,7 @@ table(
 # %%
 guess = None  # percent, with the exact sum
 
+
 # %%
 def dominated_rows(offset_of_max, rounded_sum, rows=2000, keys=128):
     """The largest error of rows whose first key has 90 % of the weight: V is 1 there and 0 elsewhere, so the answer is 0.9."""

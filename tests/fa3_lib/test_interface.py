@@ -87,9 +87,9 @@ def test_signature_is_flash_attention_3s():
     names = ", ".join(inspect.signature(flash_attn_func).parameters)
     assert names == (
         "q, k, v, softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, "
-        "num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs, sinks, two_level"
+        "num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs, sinks, two_level, out_dtype"
     )
-    for ours in ("sinks", "two_level"):
+    for ours in ("sinks", "two_level", "out_dtype"):
         assert inspect.signature(flash_attn_func).parameters[ours].kind is inspect.Parameter.KEYWORD_ONLY
 
 
@@ -161,7 +161,7 @@ def test_what_is_missing_is_refused_by_name(name):
 def test_every_argument_has_its_effect_or_is_refused():
     effective = {"q", "k", "v", "softmax_scale", "causal", "window_size", "softcap", "pack_gqa", "sm_margin", "sinks"}
     effective |= {"deterministic", "return_attn_probs"}
-    of_float8 = {"q_descale", "k_descale", "v_descale", "two_level"}
+    of_float8 = {"q_descale", "k_descale", "v_descale", "two_level", "out_dtype"}
     assert effective | of_float8 | set(UNSUPPORTED) == set(inspect.signature(flash_attn_func).parameters)
 
 
@@ -274,10 +274,10 @@ BAD = [
     ("head_dim_v 12", lambda: draw(dv=12), ValueError, "head_dim of v is 12"),
     ("head_dim not contiguous", lambda: changed(1, lambda x: x.mT.contiguous().mT), ValueError, "k has strides"),
     (
-        "float8_e5m2",
-        lambda: [x.to(torch.float8_e5m2) for x in draw()],
+        "float8 beside 16 bits",
+        lambda: changed(0, lambda x: x.to(torch.float8_e5m2)),
         TypeError,
-        r"all torch\.float8_e4m3fn is accepted",
+        r"torch\.float8_e4m3fn or torch\.float8_e5m2 is accepted",
     ),
     ("gradient", lambda: changed(2, lambda x: x.requires_grad_()), NotImplementedError, "v requires grad"),
 ]

@@ -37,6 +37,17 @@ def boxes(columns):
 
 
 @pytest.mark.filterwarnings("ignore:This static loop has")
+@pytest.mark.parametrize("d, dv", HEAD_DIMS)
+def test_without_lse(d, dv):
+    """What most calls run."""
+    config = c.forward_config(d, dv, False)
+    (report,) = sass.compile_report(
+        lambda options: forward_sm90.compile_forward(config, torch.bfloat16, options, with_lse=False)
+    )
+    assert report.problems() == [] and report.count("STG") == 0
+
+
+@pytest.mark.filterwarnings("ignore:This static loop has")
 @pytest.mark.parametrize("d, dv, features, dtype", CASES)
 def test_machine_code(d, dv, features, dtype):
     config, cubins = c.forward_config(d, dv, **{"causal": False, **features}), []

@@ -66,12 +66,13 @@ def test_masks_drawn_at_random(trial):
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_formats_and_descales_of_blocks(d):
-    """Every mix of e4m3 and e5m2, a factor for each 128 rows of a head, both outputs, masks."""
-    for i, dtypes in enumerate(itertools.product(FP8, repeat=3)):
+    """Mixes of e4m3 and e5m2, four of the eight in each run, a factor for each 128 rows of a head, both outputs, masks."""
+    mixes = list(itertools.product(FP8, repeat=3))
+    for i, dtypes in enumerate(mixes[j] for j in torch.randperm(len(mixes))[:4].tolist()):
         mask = (
             {"causal": False}, {"causal": True}, {"causal": True, "softcap": 5.0}, {"window_size": (150, 20)},
         )[i % 4]  # fmt: skip
-        out_dtype = (torch.bfloat16, torch.float16)[i // 4]
+        out_dtype = (torch.bfloat16, torch.float16)[i % 2]
         for by_block in (False, True):
             tensors, descales = draw(2, 300, 461, 6, 2, d, dtypes=dtypes, by_block=by_block)
             result = attend(*tensors, out_dtype=out_dtype, **mask, **descales)

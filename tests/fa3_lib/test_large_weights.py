@@ -56,7 +56,9 @@ def test_scores_that_jump(device, dtype, d, mask):
         shapes += [(130, 130 + 5 * tile_n - 1), (200, 200 + 63 + 4 * tile_n), (200, 150)]
     if device == "cpu":
         shapes = [(70, 5 * tile_n + 7)]
-    for shape, kind, rows in itertools.product(shapes, KINDS, ROWS if device == "cuda" else ("random",)):
+    courses = list(itertools.product(shapes, KINDS, ROWS if device == "cuda" else ("random",)))
+    for i in torch.randperm(len(courses))[:12].tolist():  # a dozen of them in each run
+        shape, kind, rows = courses[i]
         heads = (16, 2) if "pack_gqa" in MASKS[mask] and device == "cuda" else (4, 2)
         q, k, v = draw(1, *shape, *heads, d, dtype, device)
         add_courses(q, k, kind, rows, tile_n)

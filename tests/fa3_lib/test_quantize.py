@@ -448,12 +448,12 @@ def views(x):
 
 
 @pytest.mark.gpu
-@FLOATS
 @GRANULARITIES
 @pytest.mark.parametrize(
     "shape", [(2, 1, 4, 128), (2, 333, 4, 64), (1, 1000, 2, 96), (2, 257, 4, 256), (1, 65, 2, 40)], ids=str
 )
-def test_triton_is_pytorch_bit_by_bit(dtype, granularity, shape):
+def test_triton_is_pytorch_bit_by_bit(granularity, shape):
+    dtype = lib.DTYPES[int(torch.randint(len(lib.DTYPES), ()))]  # one of them in each run: every one is compiled anew
     x = heavy(shape, device="cuda").clamp(-6e4, 6e4)
     x = (with_nonfinite(x) if shape[1] > 8 else x).to(dtype)
     for fp8, power_of_two, block in ((E4M3, False, 48), (E5M2, True, 600)):

@@ -170,7 +170,8 @@ def read(path: str | Path) -> Run:
     path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        rows = tuple(_row(r) for r in data["rows"])
+        files = data.get("sources", {})
+        rows = tuple(_row({"source": files.get(r.get("source_hash"), ())} | r) for r in data["rows"])
         return Run(**data["run"], rows=rows, path=path)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a file of bench results: {error}") from error
@@ -196,21 +197,28 @@ def latest(runs: Sequence[Run] | None = None, kernel: str | None = None) -> Run 
 
 
 def write(path: str | Path, run: Run) -> None:
-    """Stores a run, one row a line, without empty fields, replacing the file in one step so that a reader never sees half of it."""
+    """Stores a run, one row a line, without empty fields, replacing the file in one step so that a reader never sees half of it.
+
+    The files that make a kernel are named once, under the hash that its rows have.
+    """
     path = Path(path)
     head = {k: v for k, v in asdict(run).items() if k not in ("rows", "path")}
-    lines = [json.dumps(_as_json(row), allow_nan=False) for row in run.rows]
+    files = {row.source_hash: row.source for row in run.rows if row.source_hash and row.source}
+    lines = [json.dumps(_as_json(row, files), allow_nan=False) for row in run.rows]
     rows = "[\n  " + ",\n  ".join(lines) + "\n]" if lines else "[]"
-    text = f'{{\n"run": {json.dumps(head, indent=1, allow_nan=False)},\n"rows": {rows}\n}}\n'
+    text = f'{{\n"run": {json.dumps(head, indent=1, allow_nan=False)},\n"sources": {json.dumps(files)},\n"rows": {rows}\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
-def _as_json(row: Row) -> dict:
-    """The row's fields that hold something, under their JSON names."""
-    return {_JSON_NAME.get(name, name): value for name, value in asdict(row).items() if value not in (None, ())}
+def _as_json(row: Row, files: dict[str, tuple[str, ...]]) -> dict:
+    """The row's fields that hold something and that `files`, by hash, do not say, under their JSON names."""
+    fields = {_JSON_NAME.get(name, name): value for name, value in asdict(row).items() if value not in (None, ())}
+    if files.get(row.source_hash) == row.source:
+        fields.pop("source", None)
+    return fields
 
 
 def _row(data: dict) -> Row:

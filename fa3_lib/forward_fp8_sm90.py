@@ -117,8 +117,9 @@ class Fp8Consumer(Fp8Operands, Consumer):
     def attend(self, m_block, first_row, end, n_blocks, taken, done, scales):
         """One tile; returns acc_O, row_max, row_sum, sums, not yet normalised.
 
-        Blocks are counted in the order of their visit, j = 0 for the last keys. Those masked at their right come first (the
-        first one counts as such: it has no maximum before it), those masked by the window's left side last.
+        Blocks are counted in the order of their visit, j = 0 for the last keys. Those masked at their right come first, those
+        masked by the window's left side last. One block more than the former gets a maximum of its own: the first of all has none
+        before it, and on the diagonal a row sees too few keys for a maximum that holds.
         """
         cfg = self.config
         acc_O = cute.make_rmem_tensor(self.mma_pv.partition_shape_C((WGMMA_M, cfg.head_dim_v)), Float32)
@@ -133,23 +134,26 @@ class Fp8Consumer(Fp8Operands, Consumer):
         state = (acc_O, sums, row_max, row_sum)
 
         first_unmasked, end_unmasked = self.scores.unmasked_range(m_block, self.consumer)
-        n_right, n_full = cutlass.min(cutlass.max(end - end_unmasked, 1), n_blocks), n_blocks
+        n_right, n_full = cutlass.min(cutlass.max(end - end_unmasked, 0) + 1, n_blocks), n_blocks
         if const_expr(cfg.window):
             n_full = cutlass.max(cutlass.min(end - first_unmasked, n_blocks), n_right)
+        n_right, n_full = cute.arch.make_warp_uniform(n_right), cute.arch.make_warp_uniform(n_full)
+        tile = (first_row, scales)
         for j in cutlass.range(0, n_right, unroll=1):
-            self.block(state, end - 1 - j, done + j, first_row, scales, masked=True)
+            self.block(state, tile, end - 1 - j, done + j, masked=True)
         for j in cutlass.range(n_right, n_full, unroll=1):
-            self.block(state, end - 1 - j, done + j, first_row, scales, masked=False)
+            self.block(state, tile, end - 1 - j, done + j, masked=False)
         if const_expr(cfg.window):
             for j in cutlass.range(n_full, n_blocks, unroll=1):
-                self.block(state, end - 1 - j, done + j, first_row, scales, masked=True)
+                self.block(state, tile, end - 1 - j, done + j, masked=True)
         self.release_q(taken)
         return acc_O, row_max, row_sum, sums
 
     @cute.jit
-    def block(self, state, n, block, first_row, scales, masked: cutlass.Constexpr):
-        """Key block n, the tile's `block`-th: S, its softmax, P V."""
+    def block(self, state, tile, n, block, masked: cutlass.Constexpr):
+        """Key block n, at the place `block` of the rings: S, its softmax, P V. tile: (first row, scales)."""
         cfg = self.config
+        first_row, scales = tile
         acc_O, sums, row_max, row_sum = state
         scale_log2, factor, k_scale, v_scale = self.block_scales(scales, n)
         # S and T are new in each block: as long as they held values from the last one, registers would

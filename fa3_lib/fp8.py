@@ -189,7 +189,7 @@ def _plan(*key) -> _Plan:
     left, right = interface.effective_window(left, right, causal, seqlen_q, seqlen_k)
     causal = (left, right) == (-1, 0)
     window = not causal and (left, right) != (-1, -1)
-    transposes_v = not transposed and few_queries(head_dim, head_dim_v, seqlen_q * (heads // kv_heads))
+    transposes_v = not transposed and few_queries(head_dim, head_dim_v, seqlen_q * (heads // kv_heads), causal)
     choose = functools.partial(
         fp8_config, head_dim, head_dim_v, causal, seqlen_q,
         two_level=two_level, window=window, softcap=softcap, sinks=sinks is not None, block_scales=block_scales,

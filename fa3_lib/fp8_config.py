@@ -152,15 +152,20 @@ ONE_LEVEL_TILES = {  # pv_columns are all that V has
     256: (128, 128, 256, True),
 }
 
-# Up to this many queries, over all heads that read one KV head, V is transposed inside the kernel: again for each tile of queries,
-# but without a kernel of its own. H200, that kernel included: d64 13 to 1 % faster up to here, d128 17 to 1 % (but up to 4 % slower
-# where keys are 8 times as many), d192 15 to 0 %; d128 is 0 to 8 % slower with twice as many.
-IN_KERNEL_QUERIES = {64: 2048, 128: 1024, 192: 2048, 256: 1024}
+# Up to this many queries, causal or with a window, tiles have 128 rows. Fewer than with one level: two consumers that do not overlap
+# with themselves lose more (H200, full, d128, 2k: 771 against 990 TFLOP/s) than a wide tile's masked part.
+SHORT_TWO_LEVEL = 512
+
+# Up to this many queries without a causal mask, over all heads that read one KV head, V is transposed inside the kernel: again for each
+# tile of queries, but without a kernel of its own, which takes 20 us for 16k tokens (H200, TFLOP/s, inside, against that kernel and
+# this one: d64 full 512 415 / 392, 1k 466 / 497, 2k 553 / 613; causal 1k 313 / 291; d128 full 512 661 / 600, 1k 763 / 734, causal 1k 510 / 458).
+IN_KERNEL_QUERIES = {64: 512, 128: 1024, 192: 1024, 256: 1024}
 
 
-def few_queries(head_dim: int, head_dim_v: int, queries: int) -> bool:
-    """Whether `queries`, those of one KV head, are so few that V is transposed inside the kernel."""
-    return queries <= IN_KERNEL_QUERIES[next(d for d in HEAD_DIMS if d >= max(head_dim, head_dim_v))]
+def few_queries(head_dim: int, head_dim_v: int, queries: int, causal: bool = False) -> bool:
+    """Whether `queries`, those of one KV head, are so few that V is transposed inside the kernel. Causal ones read half of V."""
+    limit = IN_KERNEL_QUERIES[next(d for d in HEAD_DIMS if d >= max(head_dim, head_dim_v))]
+    return queries <= (2 * limit if causal else limit)
 
 
 def fp8_config(
@@ -186,7 +191,7 @@ def fp8_config(
     d, dv = (next(d for d in HEAD_DIMS if d >= x) for x in (head_dim, head_dim_v))
     tile_m, tile_n, widest_part, ping_pong = (TILES if two_level else ONE_LEVEL_TILES)[max(d, dv)]
     rows = float("inf") if seqlen_q is None else seqlen_q * pack_gqa
-    if (causal or window) and rows <= SHORT_CAUSAL:
+    if (causal or window) and rows <= (SHORT_TWO_LEVEL if two_level else SHORT_CAUSAL):
         tile_m = min(tile_m, WARPGROUP)
     if tile_m == 192 and not two_level and softcap:  # 160 registers have no room for it
         tile_m = WARPGROUP

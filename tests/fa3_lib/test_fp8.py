@@ -169,6 +169,9 @@ def configurations():
         yield fp8_config(d, d, bool(i % 2), block_scales=True, softcap=d == 128)
     for d in (128, 256):
         yield fp8_config(d, d, False, two_level=False, **EVERYTHING)
+    for d in (64, 192):  # the other mask than above
+        yield fp8_config(d, d, True)
+    yield fp8_config(128, 128, False)
     yield fp8_config(64, 64, True, 64, pack_gqa=8)
     yield fp8_config(128, 128, True, 64, pack_gqa=8, two_level=False)
     yield fp8_config(64, 256, False, formats=("e5m2", "e4m3", "e5m2"))

@@ -124,9 +124,9 @@ def test_v_is_turned_inside_where_there_is_room():
         replace(fp8_config(256, 256, False), transposes_v=True).validate()
 
 
-def plan(q, k, v, transposed=False, v_aligned=True):
+def plan(q, k, v, transposed=False, v_aligned=True, causal=False):
     facts = (*interface._facts(q), *interface._facts(k), *interface._facts(v))
-    return fp8._plan(*facts, False, -1, -1, False, None, False, 0, True, None, False, transposed, v_aligned)
+    return fp8._plan(*facts, causal, -1, -1, False, None, False, 0, True, None, False, transposed, v_aligned)
 
 
 def test_few_queries_of_a_kv_head_turn_v_inside():
@@ -134,6 +134,9 @@ def test_few_queries_of_a_kv_head_turn_v_inside():
         for queries, heads, inside in ((1, 4, True), (few, 1, True), (few // 2, 2, True), (few, 2, False)):
             q, kv = (torch.zeros(1, s, h, d - 16).to(E4M3) for s, h in ((queries, heads), (50, 1)))
             assert plan(q, kv, kv).config.transposes_v == (inside and d < 256)
+        for queries, inside in ((2 * few, True), (2 * few + 1, False)):  # causal ones read half as much
+            q, kv = (torch.zeros(1, s, 1, d).to(E4M3) for s in (queries, queries))
+            assert plan(q, kv, kv, causal=True).config.transposes_v == (inside and d < 256)
 
 
 def test_a_v_that_tma_cannot_read_is_transposed_before():

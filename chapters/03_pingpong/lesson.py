@@ -1185,7 +1185,7 @@ plt.show()
 if HAS_CUTE:
     from fa3_lib.consumer import Consumer
 
-    display(lesson_views.source(Consumer.finish_without_max))
+    display(lesson_views.source(Consumer.finish_unmasked))
 
 # %% [markdown]
 # Does the compiler keep the promise? Below is the whole program, an instruction a tick. Comparisons of scores are `FMNMX`, the vote is `BAR.RED`. Find the vote, go back to the
@@ -1266,11 +1266,11 @@ for seqlen in (1024, 4096, 16_384):
 for d in (64, 128, 256):
     lengths = [2**i for i in range(7, 16) if forward_config(d, d, True, 2**i).dynamic]
     print(f"the library, d {d}, causal: {f'a counter from {min(lengths)} queries on' if lengths else 'pairs'}")
-display(*notes_about("dynamic tiles"))
+display(*notes_about("dynamic tiles", "sections of heads"))
 
 # %% [markdown]
-# The model counts key blocks and nothing else; the note has what the card said, also where the counter lost: in short sequences, and at d 256, where K and V of one head
-# fill L2. There the library keeps its pairs.
+# The model counts key blocks and nothing else; the notes have what the card said. In short sequences the counter loses, and the library keeps its pairs. At d 256 it lost, too, until the *sections* were
+# measured: whatever their size, they must keep K and V in L2, up to a length from which CTAs of one head share what they read anyway.
 #
 # ### Tried, and lost
 #
@@ -1335,7 +1335,7 @@ else:
 
 # %% [markdown]
 # The lines under the picture say where work is left: take the head dim and mask with the smallest number, and ask this chapter's first question there. At d 256 shared memory holds 80 keys per
-# block and no output of its own, and causal tiles come in pairs, not from a counter.
+# block and no output of its own.
 #
 # ## 14. Where we stand
 #

@@ -137,7 +137,6 @@ class Fp8Consumer(Fp8Operands, Consumer):
         n_right, n_full = cutlass.min(cutlass.max(end - end_unmasked, 0) + 1, n_blocks), n_blocks
         if const_expr(cfg.window):
             n_full = cutlass.max(cutlass.min(end - first_unmasked, n_blocks), n_right)
-        n_right, n_full = cute.arch.make_warp_uniform(n_right), cute.arch.make_warp_uniform(n_full)
         tile = (first_row, scales)
         for j in cutlass.range(0, n_right, unroll=1):
             self.block(state, tile, end - 1 - j, done + j, masked=True)

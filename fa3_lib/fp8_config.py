@@ -185,7 +185,7 @@ def fp8_config(
 ) -> Fp8Config:
     """The configuration for tensors of these head dims (multiples of 16, at most 256); without `seqlen_q`, for long ones.
 
-    `seqlen_q` counts queries. formats: of q, k and v. transposes_v: `Fp8Config`'s where shared memory has room for it
+    `seqlen_q` counts queries. formats: of q, k and v. transposes_v: `Fp8Config`'s where there is room for it
     (`few_queries` says when it pays). The other arguments are `Fp8Config`'s.
     """
     d, dv = (next(d for d in HEAD_DIMS if d >= x) for x in (head_dim, head_dim_v))
@@ -193,7 +193,11 @@ def fp8_config(
     rows = float("inf") if seqlen_q is None else seqlen_q * pack_gqa
     if (causal or window) and rows <= (SHORT_TWO_LEVEL if two_level else SHORT_CAUSAL):
         tile_m = min(tile_m, WARPGROUP)
-    if tile_m == 192 and not two_level and softcap:  # 160 registers have no room for it
+    if max(d, dv) == 256 and softcap and not two_level:  # 240 registers have no room for 128 keys with it
+        tile_n = 64
+    # the 160 registers of three consumers have no room for these, nor, below, for V turned beside a causal mask
+    wide = max(d, dv) > 64
+    if tile_m == 192 and (softcap if not two_level else wide and (causal or window) and (pack_gqa > 1 or block_scales)):
         tile_m = WARPGROUP
     pv_columns = next(x for x in (widest_part, 96, 64, 32) if x <= widest_part and dv % x == 0) if two_level else dv
     config = Fp8Config(
@@ -203,5 +207,5 @@ def fp8_config(
         two_level=two_level, pv_columns=pv_columns,
         block_scales=block_scales, **dict(zip(("q_format", "k_format", "v_format"), formats, strict=True)),
     )  # fmt: skip
-    turning = replace(config, transposes_v=transposes_v)
+    turning = replace(config, transposes_v=transposes_v and not (tile_m == 192 and wide and causal))
     return (turning if turning.smem_bytes <= SMEM_LIMIT else config).validate()

@@ -247,6 +247,30 @@ def test_machine_code(config):
 
 
 @needs_dsl
+@pytest.mark.filterwarnings("ignore:This static loop has")
+@pytest.mark.parametrize("trial", range(8))
+def test_nothing_that_a_call_can_choose_spills(trial):
+    """A few of all combinations in each run."""
+    from fa3_course import sass
+    from fa3_lib.forward_fp8_sm90 import compile_forward
+
+    def one_of(*choices):
+        return choices[int(torch.randint(len(choices), ()))]
+
+    d, two_level, with_lse = HEAD_DIMS[trial % 4], one_of(True, True, False), one_of(False, True)
+    causal, window = one_of((False, False), (True, False), (True, False), (False, True))
+    block_scales = two_level and one_of(False, False, True)
+    features = {
+        "window": window, "softcap": one_of(False, True), "sinks": one_of(False, True), "block_scales": block_scales,
+        "pack_gqa": 1 if block_scales else one_of(1, 1, 2, 8), "two_level": two_level, "transposes_v": one_of(False, True),
+    }  # fmt: skip
+    config = fp8_config(d, one_of(d, d, 64), causal, one_of(64, 512, 1024, 4096), **features)
+    print(config, "with_lse", with_lse)
+    (report,) = sass.compile_report(lambda options: compile_forward(config, options=options, with_lse=with_lse))
+    assert report.problems() == []
+
+
+@needs_dsl
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_packed_registers_times_transposed_v_are_p_times_v(d):
     """Each thread packs its own registers of P, the tensor core reads them as A, V comes from transpose_v: exactly P V."""

@@ -15,7 +15,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # tests compile kernels for most of their time: one process per core, 16 at most (PARALLEL= runs them in one)
-PARALLEL ?= -n auto --maxprocesses 16
+PARALLEL ?= $(if $(shell $(PY) -c 'import xdist' 2>/dev/null && echo yes),-n auto --maxprocesses 16)
 
 .PHONY: demo test gpu lint notebooks clean help
 

@@ -137,22 +137,20 @@ class Fp8Consumer(Fp8Operands, Consumer):
         n_right, n_full = cutlass.min(cutlass.max(end - end_unmasked, 0) + 1, n_blocks), n_blocks
         if const_expr(cfg.window):
             n_full = cutlass.max(cutlass.min(end - first_unmasked, n_blocks), n_right)
-        tile = (first_row, scales)
         for j in cutlass.range(0, n_right, unroll=1):
-            self.block(state, tile, end - 1 - j, done + j, masked=True)
+            self.block(state, end - 1 - j, done + j, first_row, scales, masked=True)
         for j in cutlass.range(n_right, n_full, unroll=1):
-            self.block(state, tile, end - 1 - j, done + j, masked=False)
+            self.block(state, end - 1 - j, done + j, first_row, scales, masked=False)
         if const_expr(cfg.window):
             for j in cutlass.range(n_full, n_blocks, unroll=1):
-                self.block(state, tile, end - 1 - j, done + j, masked=True)
+                self.block(state, end - 1 - j, done + j, first_row, scales, masked=True)
         self.release_q(taken)
         return acc_O, row_max, row_sum, sums
 
     @cute.jit
-    def block(self, state, tile, n, block, masked: cutlass.Constexpr):
-        """Key block n, at the place `block` of the rings: S, its softmax, P V. tile: (first row, scales)."""
+    def block(self, state, n, block, first_row, scales, masked: cutlass.Constexpr):
+        """Key block n, at the place `block` of the rings: S, its softmax, P V."""
         cfg = self.config
-        first_row, scales = tile
         acc_O, sums, row_max, row_sum = state
         scale_log2, factor, k_scale, v_scale = self.block_scales(scales, n)
         # S and T are new in each block: as long as they held values from the last one, registers would
@@ -198,8 +196,7 @@ class Fp8Consumer(Fp8Operands, Consumer):
         above, e4m3 would saturate. Every row whose rounded weights say so is raised, and no other, so that a row's bits depend on
         that row alone. That the largest weight is rounded matters little here: the divisor is the sum of rounded weights.
         """
-        _, sums, row_max, row_sum = state
-        acc_O = state[0]
+        acc_O, sums, row_max, row_sum = state
         self.scores.prepare(acc_S, factor, self.thread, 0, 0, masked=False)
         block_sum = softmax.weights(acc_S, row_max, scale_log2, self.offset, k_scale, self.with_lse)
         excess = pack(acc_S, words)

@@ -1005,7 +1005,7 @@ table(["", "largest error"], [[name, f"{100 * error:.1f} %"] for name, error in 
 
 # %% [markdown]
 # So the two belong together: the row of ones is what allows an earlier maximum. With one level, where the sum would stay in the tensor core's 13 bits, it cannot be used (a sum of positive numbers is what they cut most), and the library keeps both maximum and additions there. That is why its two levels
-# are the faster ones at head dims 64 and 128.
+# are the faster ones in long sequences without a mask at head dims 64 and 128.
 #
 # ### Where the causal mask costs more than FA3 pays
 #
@@ -1054,8 +1054,13 @@ table(
 
 # %% [markdown]
 # A few blocks of 64 would be a few percent. But three consumers take turns, and each of them makes the other two wait when it does a block twice: at head dim 64 the causal rows above lose a fifth against those without a mask. The cure is in the table's last line, and in the library
-# (`Fp8Consumer.attend`); where this notebook's rows are older than that, `fa3 ladder` marks the library's rows with a star.
-#
+# (`Fp8Consumer.attend`). Are the rows above from before or after it?
+
+# %%
+if measured := results.experiments("fp8"):
+    print("measured before the library's last change" if measured.stale() else "measured with the library as it is")
+
+# %% [markdown]
 # ### What would be next
 #
 # * **Head dim 256.** O alone takes more than half of the registers. Fewer keys per block make room, and make products short; parts of 64 columns with two in flight spill.

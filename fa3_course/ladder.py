@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fa3_course import comparison, paths, results, rungs
+from fa3_course import comparison, fp8_tables, paths, results, rungs
 from fa3_course.results import Row, Run
 
 PEERS = ("fa2", "cudnn", "fa3", "fa4")  # they stand after the course's own kernels
@@ -193,6 +193,8 @@ def readme_block(run: Run | None) -> str:
                 f"\n\n{comparison.summary(run)}\n\n<details><summary>Every shape, every peer (TFLOP/s)</summary>\n\n"
             )
             body += f"{every_shape}\n\n</details>"
+    if in_fp8 := fp8_tables.markdown(results.experiments("fp8"), results.experiments("fp8error")):
+        body += f"\n\n{in_fp8}"
     return f"<!-- ladder:begin, written by `fa3 ladder --readme` -->\n{body}\n<!-- ladder:end -->"
 
 

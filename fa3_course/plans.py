@@ -65,16 +65,27 @@ def mirror_pairs(work: Work, ctas: int) -> list[list[Tile]]:
     return [[tile for pair in pairs[cta::ctas] for tile in pair] for cta in range(ctas)]
 
 
-def whoever_is_free(work: Work, ctas: int) -> list[list[Tile]]:
-    """A counter in memory hands the next tile to the CTA that asks first; longest first within each head."""
+def by_counter(work: Work, ctas: int, section: int, ahead: bool = False) -> list[list[Tile]]:
+    """A counter in memory hands the next tile to the CTA that asks first; longest first within sections of heads.
+
+    A CTA asks when it is free or, with `ahead`, already when it begins the tile before, and then keeps the next one waiting.
+    """
     plan: list[list[Tile]] = [[] for _ in range(ctas)]
-    free = [(0, cta) for cta in range(ctas)]
-    for head in range(work.heads):
-        for n in sorted(work.lengths, reverse=True):
-            until, cta = free[0]
+    until, asks = [0] * ctas, [(0, cta) for cta in range(ctas)]
+    for first in range(0, work.heads, section):
+        heads = range(first, min(first + section, work.heads))
+        for head, n in ((head, n) for n in sorted(work.lengths, reverse=True) for head in heads):
+            cta = asks[0][1]
             plan[cta].append((head, n))
-            heapq.heapreplace(free, (until + n, cta))
+            begin = until[cta]
+            until[cta] = begin + n
+            heapq.heapreplace(asks, (begin if ahead else until[cta], cta))
     return plan
+
+
+def whoever_is_free(work: Work, ctas: int) -> list[list[Tile]]:
+    """Tiles from a counter, head by head."""
+    return by_counter(work, ctas, section=1)
 
 
 PLANS: dict[str, Callable[[Work, int], list[list[Tile]]]] = {

@@ -11,6 +11,9 @@ REGISTER_FILE = 65_536  # 32-bit registers of one SM
 WARPGROUP = 128  # threads of a warpgroup
 WGMMA_M = 64  # rows of one warpgroup's WGMMA tile
 SWIZZLE_BYTES = 64  # rows of a tile are whole numbers of this swizzle (or of the one of 128 bytes)
+L2_BYTES = (
+    32 * 2**20
+)  # what the K and V of a section of heads may fill of the 50 MB: Q, O and the next section want some, too
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled head dims; the columns between are zero-filled by TMA
 
 # setmaxnreg (producer, consumer) by number of consumer warpgroups: the sums stay within the register file
@@ -192,6 +195,14 @@ class ForwardConfig:
     def first_unmasked_key_block(self, m_block, seqlen_q, seqlen_k, left, max=max):
         """The first key block whose keys the window's left side forbids to no row of the tile."""
         return ceil_div(max(self.last_query(m_block) + seqlen_k - seqlen_q - left, 0), self.tile_n)
+
+    def heads_of_section(self, seqlen_k, heads, kv_heads, batch, min=min, max=max):
+        """Query heads that a dynamic walk keeps together, long tiles first: as many as have their K and V in L2 at once, and
+        sections as equal as they can be (a small last one would leave CTAs idle). `heads` are those of one batch entry."""
+        per_head = seqlen_k * (self.head_dim + self.head_dim_v) * self.element_bytes
+        sequences = kv_heads * batch
+        fitting = max(min(L2_BYTES // per_head, sequences), 1)
+        return ceil_div(sequences, ceil_div(sequences, fitting)) * (heads // kv_heads)
 
     # --- budget ----------------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ class Consumer:
             m_block, head, batch = self.walk.tile(index)
             first_row = m_block * cfg.tile_m + self.consumer * WGMMA_M
             first, end = self.scores.key_range(m_block)
-            n_blocks = cutlass.max(end - first, 0)
+            n_blocks = uniform(cutlass.max(end - first, 0))
 
             scales = self.scales(head, batch, first_row)
             self.Q.wait(taken)
@@ -288,14 +288,18 @@ class Consumer:
         )
         return found != 0
 
-    def uniform(self, stage: Int32) -> Int32:
-        """In a uniform register, where WGMMA's descriptors are computed; at d256 that costs one register more than there is."""
-        return cute.arch.make_warp_uniform(stage) if self.config.head_dim_v <= 128 else stage
+    def stage(self, ring: Ring, block: Int32) -> Int32:
+        """Of a block, in a uniform register, where WGMMA's descriptors are computed. At d256 it is there without help, which would
+        cost one register more than there is; which of two ways leaves ptxas less to move depends on the head dim."""
+        stage, d, dv = ring.stage(block), self.config.head_dim, self.config.head_dim_v
+        if max(d, dv) > 192:
+            return stage
+        return uniform(stage) if d > 128 else cute.arch.make_warp_uniform(stage)
 
     @cute.jit
     def issue_qk(self, acc_S, block):
         self.K.wait(block)
-        stage = self.uniform(self.K.stage(block))
+        stage = self.stage(self.K, block)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.tSrQ, mode=[2])):
             mma = self.mma_qk_first if const_expr(k == 0) else self.mma_qk
@@ -305,7 +309,7 @@ class Consumer:
     @cute.jit
     def issue_pv(self, tOrP, acc_O, block):
         self.V.wait(block)
-        stage = self.uniform(self.V.stage(block))
+        stage = self.stage(self.V, block)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(tOrP, mode=[2])):
             cute.gemm(self.mma_pv, acc_O, tOrP[None, None, k], self.tOrV[None, None, k, stage], acc_O)
@@ -365,6 +369,13 @@ class Consumer:
         """Until the storing warp's TMA store has read its shared memory."""
         if self.thread < WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def uniform(x: Int32) -> Int32:
+    """x, the same in all threads of a warp, from an instruction whose result is in a uniform register. What depends on it, ptxas keeps
+    there too. After a division, which has no uniform instruction, it would compute descriptors per thread and move each one over
+    (d256, causal: 45 of the 356 instructions from the products to the vote)."""
+    return cute.arch.warp_redux_sync(x, kind="or")
 
 
 def make_mma_qk(config: ForwardConfig, dtypes, accumulate: bool) -> cute.TiledMma:

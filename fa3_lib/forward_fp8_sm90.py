@@ -117,9 +117,9 @@ class Fp8Consumer(Fp8Operands, Consumer):
     def attend(self, m_block, first_row, end, n_blocks, taken, done, scales):
         """One tile; returns acc_O, row_max, row_sum, sums, not yet normalised.
 
-        Blocks are counted in the order of their visit, j = 0 for the last keys. Those masked at their right come first, those
-        masked by the window's left side last. One block more than the former gets a maximum of its own: the first of all has none
-        before it, and on the diagonal a row sees too few keys for a maximum that holds.
+        Blocks are visited from the last keys on. Those masked at their right come first, those masked by the window's left side
+        last. One block more than the former gets a maximum of its own: the first of all has none before it, and on the diagonal
+        a row sees too few keys for a maximum that holds.
         """
         cfg = self.config
         acc_O = cute.make_rmem_tensor(self.mma_pv.partition_shape_C((WGMMA_M, cfg.head_dim_v)), Float32)
@@ -137,13 +137,16 @@ class Fp8Consumer(Fp8Operands, Consumer):
         n_right, n_full = cutlass.min(cutlass.max(end - end_unmasked, 0) + 1, n_blocks), n_blocks
         if const_expr(cfg.window):
             n_full = cutlass.max(cutlass.min(end - first_unmasked, n_blocks), n_right)
-        for j in cutlass.range(0, n_right, unroll=1):
-            self.block(state, end - 1 - j, done + j, first_row, scales, masked=True)
-        for j in cutlass.range(n_right, n_full, unroll=1):
-            self.block(state, end - 1 - j, done + j, first_row, scales, masked=False)
+        last = (
+            done + end - 1
+        )  # the sum of a block's number and its place in the rings, so that one of them needs a register
+        for block in cutlass.range(done, done + n_right, unroll=1):
+            self.block(state, last - block, block, first_row, scales, masked=True)
+        for block in cutlass.range(done + n_right, done + n_full, unroll=1):
+            self.block(state, last - block, block, first_row, scales, masked=False)
         if const_expr(cfg.window):
-            for j in cutlass.range(n_full, n_blocks, unroll=1):
-                self.block(state, end - 1 - j, done + j, first_row, scales, masked=True)
+            for block in cutlass.range(done + n_full, done + n_blocks, unroll=1):
+                self.block(state, last - block, block, first_row, scales, masked=True)
         self.release_q(taken)
         return acc_O, row_max, row_sum, sums
 

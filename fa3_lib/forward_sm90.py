@@ -19,7 +19,8 @@ Warpgroup 0 (the loads) hands its registers to the consumers by setmaxnreg. Barr
                                       one per turning warp
     raw V ring   stage                1 arrival + v_bytes              one arrival per turning warp
     Q            consumer             1 arrival + its share of q_bytes q_empty_arrivals of its consumer
-    mailbox      CTA                  1 arrival (the scheduler)        one arrival per warp of the other roles
+    mailbox      CTA                  1 arrival (the scheduler)        one arrival per warp of the other roles, and
+                                                                       load_kv has asked for the next tile (1 arrival)
 """
 
 import math
@@ -37,7 +38,7 @@ from fa3_lib.compiler import COMPILE_LOCK
 from fa3_lib.config import WARPGROUP, WGMMA_M, ForwardConfig, ceil_div
 from fa3_lib.consumer import WARP, Consumer, Scores
 from fa3_lib.loads import Loads, Ring, init_rings
-from fa3_lib.walk import Mailbox, Walk, heads_of_section
+from fa3_lib.walk import Mailbox, Walk
 
 WARPS_PER_GROUP = WARPGROUP // WARP
 ALIGN_SWIZZLE = 1024  # bytes: 128-byte swizzled tiles start on the 8-row pattern's boundary
@@ -140,6 +141,7 @@ class ForwardSm90:
             raw_empty: cute.struct.MemRange[Int64, cfg.raw_stages]
             mail_full: Int64
             mail_empty: Int64
+            mail_wanted: Int64
             mail: cute.struct.MemRange[Int32, 2]
             q: cute.struct.Align[cute.struct.MemRange[dtype, q_elements], ALIGN_SWIZZLE]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sK_layout)], ALIGN_SWIZZLE]
@@ -164,7 +166,8 @@ class ForwardSm90:
         ctas = cutlass.min(units, max_ctas)
         section = Int32(1)
         if const_expr(cfg.dynamic):
-            section = heads_of_section(cfg, seqlen_k, m_blocks, mQ.shape[2], mK.shape[2], mK.shape[3], ctas)
+            lengths = Int64(seqlen_k), mQ.shape[2], mK.shape[2], mK.shape[3]
+            section = Int32(cfg.heads_of_section(*lengths, cutlass.min, cutlass.max))
         self.kernel(
             tma_Q, mQ, tma_K, mK, tma_V, mV, tma_O, mO, mLSE, mSinks, mCounter, descales,
             sQ_layout, sK_layout, sV_layout, raw_layout, sO_layout,
@@ -228,7 +231,8 @@ class ForwardSm90:
         s_loaded = loaded.get_tensor(loaded_layout.outer, loaded_layout.inner, v_type)
         q_full, q_empty, q_bytes = storage.q_full.data_ptr(), storage.q_empty.data_ptr(), cfg.q_bytes // consumers
         Q = [Ring(q_full + i, q_empty + i, 1, q_bytes) for i in range(consumers)]
-        mail = storage.mail.get_tensor(cute.make_layout(1)), storage.mail_full.ptr, storage.mail_empty.ptr
+        mail_full, mail_empty, mail_wanted = storage.mail_full.ptr, storage.mail_empty.ptr, storage.mail_wanted.ptr
+        mail = storage.mail.get_tensor(cute.make_layout(1)), mail_full, mail_empty, mail_wanted
         if warp == 0:
             with cute.arch.elect_one():
                 init_rings((K,), cfg.full_arrivals, cfg.empty_arrivals)
@@ -237,9 +241,9 @@ class ForwardSm90:
                     init_rings((loaded_V,), cfg.full_arrivals, cfg.turning_warps)
                 init_rings(Q, cfg.full_arrivals, cfg.q_empty_arrivals)
                 if const_expr(cfg.dynamic):
-                    _, mail_full, mail_empty = mail
                     cute.arch.mbarrier_init(mail_full, 1)
                     cute.arch.mbarrier_init(mail_empty, cfg.mailbox_readers)
+                    cute.arch.mbarrier_init(mail_wanted, 1)
         cute.arch.mbarrier_init_fence()
         self.write_constants(storage, sV_layout)
         cute.arch.sync_threads()
@@ -258,7 +262,7 @@ class ForwardSm90:
                     Loads(cfg, Walk(cfg, *to_walk, self.scheduler_type(*mail, mCounter)), scores, K, V, Q).load_q(
                         tma_Q, mQ, sQ
                     )
-                    self.scheduler_type(*mail, mCounter).close()
+                    self.scheduler_type(*mail, mCounter).finish()
                 else:
                     Loads(cfg, walk, scores, K, V, Q).load_q(tma_Q, mQ, sQ)
             elif const_expr(cfg.turning_warps):

@@ -29,16 +29,14 @@ class Ring:
         """Waits until the stage of `tile` is free, announces its bytes and starts the copy. `target` has a mode of stages."""
         stage = self.stage(tile)
         full = self.full + stage
-        cute.arch.mbarrier_wait(
-            self.empty + stage, self.phase(tile) ^ 1
-        )  # passes at once the first time: no phase has ended yet
+        self.acquire(tile)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.tile_bytes)
         cute.copy(atom, source, target[None, stage], tma_bar_ptr=full)
 
     @cute.jit
     def acquire(self, tile: Int32):
-        """For warps that write `tile` themselves: until its stage is free."""
+        """The producer's: until the stage of `tile` is free. Passes at once the first time: no phase has ended yet."""
         cute.arch.mbarrier_wait(self.empty + self.stage(tile), self.phase(tile) ^ 1)
 
     @cute.jit
@@ -96,8 +94,12 @@ class Loads:
             tKsK, tKgK = partition_tma(tma_K, sK, gK)
             tVsV, tVgV = partition_tma(tma_V, sV, gV)
             first, end = self.scores.key_range(m_block)
+            if end <= first:  # no row of the tile sees a key
+                self.walk.ask()
             for j in cutlass.range(end - first, unroll=1):
                 n = end - 1 - j
+                if n == first:
+                    self.walk.ask()
                 self.K.load(tma_K, tKgK[None, n], tKsK, loaded + j)
                 self.V.load(tma_V, tVgV[None, n], tVsV, loaded + j)
             loaded += cutlass.max(end - first, 0)

@@ -143,25 +143,19 @@ def matrix_row(memory: cute.Pointer, byte: Int32) -> cute.Tensor:
 class Scheduler(Mailbox):
     """The writer's side of the mailbox, for a warp that walks as well: to read the next index is to post it."""
 
-    def __init__(self, slot: cute.Tensor, full, empty, counter: cute.Tensor):
-        super().__init__(slot, full, empty)
+    def __init__(self, slot: cute.Tensor, full, empty, wanted, counter: cute.Tensor):
+        super().__init__(slot, full, empty, wanted)
         self.counter = counter
 
     @cute.jit
     def read(self, taken: Int32) -> Int32:
-        slot, index = self.slot, Int32(0)
-        cute.arch.mbarrier_wait(self.empty, (taken & 1) ^ 1)
+        index = Int32(0)
         if cute.arch.lane_idx() == 0:
-            index = cute.arch.grid_dim()[0] + cute.arch.atomic_add(self.counter.iterator, Int32(1))
-            slot[0] = index
-            cute.arch.mbarrier_arrive(self.full)
+            index = self.take(self.counter, taken)
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(index, 0))
 
     @cute.jit
-    def close(self):
-        """After the walk: the last CTA to finish resets the counter (see `Mailbox.serve`)."""
-        ctas, counter = cute.arch.grid_dim()[0], self.counter
-        if cute.arch.lane_idx() == 0:  # noqa: SIM102, "and" would let every lane add
-            if cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu") == ctas - 1:
-                counter[0] = 0
-                counter[1] = 0
+    def finish(self):
+        """After the walk."""
+        if cute.arch.lane_idx() == 0:
+            self.close(self.counter)

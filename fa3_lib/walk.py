@@ -6,32 +6,16 @@ Three walks, by `ForwardConfig`:
     pairs       (causal) tiles differ in length: a CTA takes a long one and its short mirror image (the last rows and the
                 first, and so on) one after the other; every pair is equally long.
     dynamic     (causal) a warp of each CTA takes the number of the next tile from a counter in global memory. The long ones
-                come first, within sections of heads (`heads_of_section`).
+                come first, within sections of heads (`ForwardConfig.heads_of_section`).
 
 A place in the walk is an Int32, `index`: `first()`, then `next(index)` while `index < end`; `tile(index)` says what it is.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 
 from fa3_lib.config import ForwardConfig, ceil_div
-
-L2_BYTES = 32 * 2**20  # what the K and V of a section may fill of the 50 MB: Q, O and the next section want some, too
-# Wider than this, from so many keys on, all heads are one section (H200, d256: 2 to 5 % faster at 4k to 16k, 2 to 20 % slower below)
-WIDE, LONG_WIDE = 128, 4096
-
-
-@cute.jit
-def heads_of_section(config: ForwardConfig, seqlen_k, m_blocks, heads, kv_heads, batch, ctas):
-    """Query heads that the dynamic walk keeps together, long tiles first: as many as have their K and V in L2 at once, but a
-    tile for each CTA. All arguments but the first are Int32; heads are those of one batch entry."""
-    per_head = Int64(seqlen_k) * (config.head_dim + config.head_dim_v) * config.element_bytes
-    fitting = cutlass.min(Int32(Int64(L2_BYTES) // per_head), kv_heads * batch)
-    section = cutlass.max(fitting * (heads // kv_heads), ceil_div(ctas, m_blocks))
-    if const_expr(max(config.head_dim, config.head_dim_v) > WIDE):
-        section = heads * batch if seqlen_k >= LONG_WIDE else section
-    return section
 
 
 class Walk:
@@ -68,6 +52,12 @@ class Walk:
         return following
 
     @cute.jit
+    def ask(self):
+        """The warp that loads K and V, once in each tile: the next one is wanted."""
+        if const_expr(self.config.dynamic):
+            self.mailbox.ask()
+
+    @cute.jit
     def tile(self, index: Int32):
         """(m_block, head, batch)."""
         if const_expr(self.config.dynamic):
@@ -88,12 +78,24 @@ class Walk:
 class Mailbox:
     """One Int32 in shared memory: the scheduler warp posts the next index, every other working warp reads it.
 
-    A single slot: the next tile is taken when the slowest warp begins with the current one, early enough to hide the
-    counter's latency, late enough to keep the end of the run balanced.
+    The warp that loads K and V asks for it when it comes to the last block of its tile. That is early enough to hide the counter's
+    latency. Earlier would be too early: a tile that is taken while its CTA is still busy with a long one waits, although other CTAs
+    could have had it (4 to 10 % of a causal run's time at head dim 256).
+
+    Args:
+        slot: (1,) Int32.
+        full: 1 arrival, the scheduler's.
+        empty: one arrival per reading warp.
+        wanted: 1 arrival, of the warp that asks.
     """
 
-    def __init__(self, slot: cute.Tensor, full, empty):
-        self.slot, self.full, self.empty = slot, full, empty
+    def __init__(self, slot: cute.Tensor, full, empty, wanted):
+        self.slot, self.full, self.empty, self.wanted = slot, full, empty, wanted
+
+    @cute.jit
+    def ask(self):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.wanted)
 
     @cute.jit
     def read(self, taken: Int32) -> Int32:
@@ -104,20 +106,35 @@ class Mailbox:
         return index
 
     @cute.jit
-    def serve(self, counter: cute.Tensor, end: Int32):
-        """The scheduler warp: posts indices until one is past the end; the last CTA to finish resets the counter.
+    def take(self, counter: cute.Tensor, posted: Int32) -> Int32:
+        """One thread of the scheduler: the next index, once it is wanted and `posted` others have been read; posts it.
 
         counter: two Int32 in global memory, 0 before the launch and again after it: tiles handed out, CTAs that are done.
         """
-        ctas, slot = cute.arch.grid_dim()[0], self.slot
+        slot = self.slot
+        cute.arch.mbarrier_wait(self.wanted, posted & 1)
+        cute.arch.mbarrier_wait(self.empty, (posted & 1) ^ 1)
+        index = cute.arch.grid_dim()[0] + cute.arch.atomic_add(counter.iterator, Int32(1))
+        slot[0] = index
+        cute.arch.mbarrier_arrive(self.full)
+        return index
+
+    @cute.jit
+    def close(self, counter: cute.Tensor):
+        """The same thread after an index past the end: the last CTA to finish resets the counter."""
+        if (
+            cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
+            == cute.arch.grid_dim()[0] - 1
+        ):
+            counter[0] = 0
+            counter[1] = 0
+
+    @cute.jit
+    def serve(self, counter: cute.Tensor, end: Int32):
+        """The scheduler warp: posts indices until one is past the end."""
         if cute.arch.lane_idx() == 0:
             posted, index = Int32(0), Int32(0)
             while index < end:
-                cute.arch.mbarrier_wait(self.empty, (posted & 1) ^ 1)
-                index = ctas + cute.arch.atomic_add(counter.iterator, Int32(1))
-                slot[0] = index
-                cute.arch.mbarrier_arrive(self.full)
+                index = self.take(counter, posted)
                 posted += 1
-            if cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu") == ctas - 1:
-                counter[0] = 0
-                counter[1] = 0
+            self.close(counter)

@@ -33,7 +33,6 @@
 # compiler it knows nothing. Where it and a card disagree, the card is right, and the reason is worth finding.
 
 # %%
-import heapq
 import importlib.util
 import re
 from dataclasses import replace
@@ -1195,21 +1194,25 @@ if HAS_CUTE:
 if HAS_CUTE:
     from fa3_lib import forward_sm90
 
-    cubins = []
+    def program(config):
+        """The machine code of the library's kernel, as text and as a list of opcodes."""
+        cubins = []
 
-    def compile_library(options):
-        compiled = forward_sm90.compile_forward(forward_config(128, 128, False), torch.bfloat16, options)
-        cubins.append(compiled.__cubin__)
-        return compiled
+        def compile_library(options):
+            compiled = forward_sm90.compile_forward(config, torch.bfloat16, options)
+            cubins.append(compiled.__cubin__)
+            return compiled
 
-    (report,) = sass.compile_report(compile_library)
-    text = sass.disassemble(cubins[0])
+        sass.compile_report(compile_library)
+        text = sass.disassemble(cubins[0])
+        return text, re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
+
+    text, opcodes = program(forward_config(128, 128, False))
     GROUPS = {name: (name,) for name in ("HGMMA", "FMNMX", "MUFU.EX2", "BAR.RED")}
     fig, (ax,) = plots.figure(height=1.9)
     plots.instruction_strip(ax, text, GROUPS)
     ax.set_title("fa3_lib, d 128, full: the program")
     plt.show()
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
     (vote,) = [i for i, name in enumerate(opcodes) if name.startswith("BAR.RED")]
     products = max(i for i in range(vote) if opcodes[i].startswith("HGMMA"))
     for place, part in (("from the products to the vote", opcodes[products:vote]), ("in the whole program", opcodes)):
@@ -1238,28 +1241,16 @@ display(*notes_about("maximum in unmasked"))
 if HAS_CUTE:
     from fa3_lib import walk
 
-    display(lesson_views.source(walk.Mailbox.serve))
-
-
-def by_counter(work, ctas, section):
-    """The library's order: the longest tiles of a section of heads first, each to whoever is free."""
-    plan, free = [[] for _ in range(ctas)], [(0, cta) for cta in range(ctas)]
-    for first in range(0, work.heads, section):
-        heads = range(first, min(first + section, work.heads))
-        for tile in ((head, n) for n in sorted(work.lengths, reverse=True) for head in heads):
-            until, cta = free[0]
-            plan[cta].append(tile)
-            heapq.heapreplace(free, (until + tile[1], cta))
-    return plan
-
+    display(lesson_views.source(walk.Mailbox.take))
 
 for seqlen in (1024, 4096, 16_384):
-    work = plans.causal_work(forward_config(128, 128, True), seqlen)
-    in_l2, three_rounds = 32 * 2**20 // work.kv_bytes, -(-3 * sms // len(work.lengths))  # as `ForwardSm90` has it
+    config = forward_config(128, 128, True, seqlen)
+    work = plans.causal_work(config, seqlen)
+    section = config.heads_of_section(seqlen, work.heads, work.heads, 1)
     judged = {
         "pairs": plans.mirror_pairs(work, sms),
         "a counter, head by head": plans.whoever_is_free(work, sms),
-        "a counter, in sections": by_counter(work, sms, max(in_l2, three_rounds)),
+        f"a counter, in sections of {section}": plans.by_counter(work, sms, section),
     }
     shares = ", ".join(f"{name} {100 * plans.balance(plan):.1f} %" for name, plan in judged.items())
     print(f"SMs at work (model), causal, d 128, {seqlen // 1024}k: {shares}")
@@ -1269,8 +1260,88 @@ for d in (64, 128, 256):
 display(*notes_about("dynamic tiles", "sections of heads"))
 
 # %% [markdown]
-# The model counts key blocks and nothing else; the notes have what the card said. In short sequences the counter loses, and the library keeps its pairs. At d 256 it lost, too, until the *sections* were
-# measured: whatever their size, they must keep K and V in L2, up to a length from which CTAs of one head share what they read anyway.
+# The model counts key blocks and nothing else; the notes have what the card said. At head dim 256 the two disagreed: to the model, a section that fits in L2 is as good as all heads together, and the
+# card lost by it. One of them knew something that the other did not.
+#
+# ### Taken too early
+#
+# When does a CTA take its next tile? The number must be there when the tile before ends, and a trip to the counter takes a microsecond. The kernel of those notes took it as soon as the mailbox was free:
+# when the tile before *began*. So every CTA held one tile in waiting, for as long as its current one took, while others ran out of work. Add that one fact to the model. Predict: how much of the
+# time of a causal run at 16k and head dim 256 does it cost, with sections of two heads?
+
+# %%
+guess = None  # percent
+
+# %%
+for seqlen in (4096, 8192, 16_384):
+    config = forward_config(256, 256, True, seqlen)
+    work = plans.causal_work(config, seqlen)
+    section = config.heads_of_section(seqlen, work.heads, work.heads, 1)
+    at_work = {
+        (size, ahead): plans.balance(plans.by_counter(work, sms, size, ahead))
+        for size in (section, work.heads)
+        for ahead in (True, False)
+    }
+    for ahead, words in ((True, "when the one before begins"), (False, "when it ends           ")):
+        few, all_heads = at_work[section, ahead], at_work[work.heads, ahead]
+        print(
+            f"d 256, {seqlen // 1024:2}k, taken {words}: SMs at work {100 * few:.1f} % in sections of {section}, "
+            f"{100 * all_heads:.1f} % with all heads in one: {all_heads / few:.2f} times"
+        )
+loss = 100 * (1 - at_work[section, True] / at_work[section, False])
+reveal("lost at 16k by a tile in waiting", guess, loss, "% of the time")
+display(*notes_about("tiles are taken late"))
+
+# %% [markdown]
+# Compare the last number of each first line with the note on sections (all heads in one over the counter's first row): the model now says what the card had said. A model that disagrees with a measurement is
+# worth more than one that agrees, as long as you go and ask what it does not know.
+#
+# So the library's warp that loads K and V *asks* for the next tile when it comes to its last block. The consumers are then two blocks behind it, long enough for the counter's answer. In the simulator's
+# rung 9 a tile that nobody asks for is a deadlock, and one that every block asks for is an arrival too many.
+#
+# ### What a division costs
+#
+# WGMMA finds its operands through descriptors, which must lie in **uniform registers**: one value for the whole warp. A ring's stage *is* the same for the whole warp, and where ptxas can see that, it computes descriptors with uniform
+# instructions. It sees it of block indices and of their sums. It does not see it of a quotient, since there is no uniform division; and behind a causal tile's number stands one (which row of which head?). From the number of key blocks of that tile
+# it spreads to all stages that follow. Then every thread computes every descriptor, and `R2UR` moves it over.
+#
+# The remedy is one instruction a tile: `REDUX`, a reduction over the warp, whose result is in a uniform register by construction. Predict: of the instructions from the first product of a block to its vote, at head dim 256
+# with a causal mask, how many are such moves without it?
+
+# %%
+guess = None  # percent
+
+# %%
+if HAS_CUTE:
+    from fa3_lib import consumer
+
+    display(lesson_views.source(consumer.uniform))
+
+    def moved(config):
+        """(R2UR, all instructions) of the block without a maximum, from its first product to its vote."""
+        _, opcodes = program(config)
+        (vote,) = [i for i, name in enumerate(opcodes) if name.startswith("BAR.RED")]
+        products = [i for i in range(vote) if opcodes[i].startswith("HGMMA")]
+        block = opcodes[products[-(config.head_dim + config.tile_n) // 16] : vote]
+        return sum(name.startswith("R2UR") for name in block), len(block)
+
+    told, uniform = {}, consumer.uniform
+    for causal in (False, True):
+        config = forward_config(256, 256, causal)
+        told[causal] = moved(config)
+        try:
+            consumer.uniform = lambda x: x
+            moves, block = moved(config)
+        finally:
+            consumer.uniform = uniform
+        words = "{} moves in {} instructions".format
+        print(f"d 256, {'causal' if causal else 'full'}: {words(*told[causal])}; without REDUX {words(moves, block)}")
+    reveal("moves without REDUX, d 256, causal", guess, 100 * moves / block, "% of the instructions")
+    display(*notes_about("uniform registers"))
+
+# %% [markdown]
+# A compiler does not say which values it knows to be uniform. Count `R2UR` in a main loop, and ask why when there are many. How much of the time those moves cost is a question for the card: issue slots that
+# wait for nothing else are free.
 #
 # ### Tried, and lost
 #

@@ -43,7 +43,18 @@ import torch
 from IPython.display import Markdown, display
 from matplotlib.patches import Rectangle
 
-from fa3_course import budget, comparison, lesson_rungs, lesson_views, plots, results, rungs, simulated, timeline
+from fa3_course import (
+    budget,
+    comparison,
+    fp8_tables,
+    lesson_rungs,
+    lesson_views,
+    plots,
+    results,
+    rungs,
+    simulated,
+    timeline,
+)
 from fa3_course.simulated import rung10
 from fa3_lib import quantize, reference
 from fa3_lib.config import ForwardConfig
@@ -783,12 +794,6 @@ show_quantize(results.experiments("quantize"))
 # is to be read, bit by bit. Then the paper's table 3, on the card.
 
 # %%
-PAPER = {
-    "one scale per tensor": 2.4e-2,
-    "one scale per tensor, rotated": 9.3e-3,
-    "one scale per block": 2.4e-2,
-    "one scale per block, rotated": 9.1e-3,
-}  # arXiv:2407.08608, table 3 and its ablations
 ANSWERS = {
     "fa3": ("FA3 (C++)", plots.RED),
     "fa3_lib one level": ("fa3_lib, one level", plots.ORANGE),
@@ -828,7 +833,10 @@ def show_errors(run):
         errors = ", ".join(f"{label} {100 * row.error:.2g} %" for label, row in last.items())
         print(f"{question}, {next(iter(last.values())).seqlen:,} keys: {errors}")
     print(f"{run.gpu}, {run.date[:10]}, `python -m bench.fp8`; table 3: root mean square errors")
-    table(["table 3", "paper", "fa3_lib"], [[who, PAPER.get(who, ""), f"{x.error:.1e}"] for who, (x,) in third.items()])
+    table(
+        ["table 3", "paper", "fa3_lib"],
+        [[who, fp8_tables.PAPER.get(who, ""), f"{x.error:.1e}"] for who, (x,) in third.items()],
+    )
     if text:
         print("MiniLM's activations (chapter 1), relative error of the whole output:")
         table(["", "fa3_lib"], [[who, f"{100 * x.error:.1f} %"] for who, (x,) in text.items()])

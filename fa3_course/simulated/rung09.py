@@ -3,7 +3,8 @@
 Adds to rung 8      a block that needs no mask keeps the maximum of the blocks before it, and a vote of the warpgroup's
                     threads finds the weights that have grown too large: S is then computed once more, from a K whose slot
                     is still held; with `dynamic`, a scheduler warp takes the next tile from a counter that all CTAs share
-                    and posts it in a mailbox of one slot, which every other warp reads
+                    and posts it in a mailbox of one slot, which every other warp reads: not before the last block of the
+                    current tile is loaded, since a tile that waits for its CTA could have been another CTA's
 Look at             no row maximum and no rescaling under the products; K is freed behind the vote
 """
 
@@ -57,11 +58,13 @@ class Problem9(parts.Problem):
 
 @dataclass(frozen=True)
 class Mailbox:
-    """One number in shared memory: the scheduler posts the next place of the walk, every other warp reads it."""
+    """One number in shared memory: the scheduler posts the next place of the walk, when load_kv asks for it; every other warp reads
+    it."""
 
     slot: SharedTile
     full: Mbarrier
     empty: Mbarrier
+    wanted: Mbarrier
 
     async def read(self, role: Role, taken: int) -> int:
         """The place behind the tile before which `taken` others were taken."""
@@ -92,12 +95,18 @@ class Walk:
             index = await self.mail.read(role, taken)
             taken += 1
 
+    def ask(self) -> None:
+        """load_kv, once in each tile: the next one is wanted."""
+        if self.mail:
+            self.mail.wanted.arrive()
+
 
 async def scheduler(warp: Role, p: Problem9, walk: Walk) -> None:
     """Posts places until one is past the end; the last CTA to finish resets the counter."""
     await warp.setmaxnreg(p.config.producer_registers)
     mail, index, posted = walk.mail, walk.cta, 0
     while index < p.end:
+        await mail.wanted.wait(posted % 2)
         await mail.empty.wait(posted % 2 ^ 1)
         index = walk.ctas + await warp.atomic_add(p.counter, (0,), 1)
         await warp.store_shared(mail.slot, np.array([index]))
@@ -115,7 +124,12 @@ async def load_kv(warp: Role, p: Problem9, t: parts.Tiles, walk: Walk) -> None:
     await warp.setmaxnreg(p.config.producer_registers)
     loaded = 0
     async for _, tile in walk.tiles(warp):
-        for n in p.blocks(tile[0]):
+        blocks = p.blocks(tile[0])
+        if not blocks:
+            walk.ask()
+        for n in blocks:
+            if n == blocks[-1]:
+                walk.ask()
             slot, phase = loaded % stages, loaded // stages % 2
             await t.k_empty[slot].wait(phase ^ 1)
             parts.load_k(warp, p, t, tile, n, slot)
@@ -310,10 +324,11 @@ def build(sm: SM, p: Problem9, cta: int, ctas: int) -> None:
 
 
 def make_mailbox(sm: SM, config: ForwardConfig) -> Mailbox:
-    """Free when each warp of the other roles has read it."""
+    """Free when each warp of the other roles has read it, wanted when load_kv says so."""
     readers = ("load_kv", "load_q", *parts.consumer_names(config))
     return Mailbox(
         sm.shared("mail", (1,), "i32"),
         sm.mbarrier("mail full", 1, by=("scheduler",)),
         sm.mbarrier("mail empty", 2 + parts.WARPS * config.consumer_warpgroups, by=readers),
+        sm.mbarrier("mail wanted", 1, by=("load_kv",)),
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa3_course import paths, plans, simulated
+from fa3_course import paths, simulated
 from fa3_course.simulated import parts, rung05
 from fa3_lib.config import forward_config
 from hopper_sim import Fault
@@ -101,18 +101,6 @@ def test_rows_that_are_not_raised_keep_their_bits():
     after = one_pass(scores, values, 32, 2.0**40)[0]
     others = np.arange(16) != 3
     assert np.array_equal(before[others], after[others]) and not np.array_equal(before[3], after[3]), SEED
-
-
-@pytest.mark.parametrize("section", [1, 3, 16])
-def test_the_counter_gives_every_tile_once_and_no_sm_idles_early(section):
-    work = plans.causal_work(forward_config(128, 128, True), 4096)
-    plan = functions_of("by_counter")["by_counter"](work, 132, section)
-    given = sorted(tile for tiles in plan for tile in tiles)
-    assert given == sorted((head, n) for head in range(work.heads) for n in work.lengths)
-    for tiles in plan:  # section by section, the longest first
-        assert tiles == sorted(tiles, key=lambda tile: (tile[0] // section, -tile[1]))
-    loads = [sum(n for _, n in tiles) for tiles in plan]
-    assert max(loads) - min(loads) <= max(work.lengths)
 
 
 def test_turns_of_the_library_are_those_that_the_lesson_names():

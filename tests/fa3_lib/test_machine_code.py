@@ -31,33 +31,51 @@ CASES = [
 ]
 
 
+def compiled(config, dtype, with_lse=True):
+    """The report, and every opcode in the order of the program."""
+    cubins = []
+
+    def compile_it(options):
+        kernel = forward_sm90.compile_forward(config, dtype, options, with_lse)
+        cubins.append(kernel.__cubin__)
+        return kernel
+
+    (report,) = sass.compile_report(compile_it)
+    text = sass.disassemble(cubins[0])
+    return report, re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
+
+
+def block_without_maximum(opcodes, config):
+    """Places of its products S = Q K^T and of P V before it, and of its vote."""
+    (vote,) = [i for i, name in enumerate(opcodes) if name.startswith("BAR.RED")]
+    products = [i for i in range(vote) if opcodes[i].startswith("HGMMA")]
+    return products[-(config.head_dim + config.tile_n) // 16 :], vote
+
+
 def boxes(columns):
     """TMA instructions of one tile: a box is one swizzled row wide, 128 or 64 bytes."""
     return 2 * columns // next(width for width in (128, 64) if 2 * columns % width == 0)
 
 
 @pytest.mark.filterwarnings("ignore:This static loop has")
+@pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("d, dv", HEAD_DIMS)
-def test_without_lse(d, dv):
+def test_without_lse(d, dv, causal):
     """What most calls run."""
-    config = c.forward_config(d, dv, False)
-    (report,) = sass.compile_report(
-        lambda options: forward_sm90.compile_forward(config, torch.bfloat16, options, with_lse=False)
-    )
-    assert report.problems() == [] and report.count("STG") == 0
+    config = c.forward_config(d, dv, causal)
+    report, opcodes = compiled(config, torch.bfloat16, with_lse=False)
+    assert report.problems() == [] and report.count("STG") == config.dynamic  # it resets the counter
+
+    # ptxas knows that a stage is the same for the whole warp: it would else move each product's descriptors to uniform registers
+    products, vote = block_without_maximum(opcodes, config)
+    assert sum(name.startswith("R2UR") for name in opcodes[products[0] : vote]) < len(products)
 
 
 @pytest.mark.filterwarnings("ignore:This static loop has")
 @pytest.mark.parametrize("d, dv, features, dtype", CASES)
 def test_machine_code(d, dv, features, dtype):
-    config, cubins = c.forward_config(d, dv, **{"causal": False, **features}), []
-
-    def compile_it(options):
-        compiled = forward_sm90.compile_forward(config, dtype, options)
-        cubins.append(compiled.__cubin__)
-        return compiled
-
-    (report,) = sass.compile_report(compile_it)
+    config = c.forward_config(d, dv, **{"causal": False, **features})
+    report, opcodes = compiled(config, dtype)
     assert report.problems() == []  # no spill, no stack, no local memory, no ptxas advisory
     # at launch the register file is shared evenly; setmaxnreg then moves registers to the consumers
     assert report.registers == c.REGISTER_FILE // config.threads // 8 * 8
@@ -80,9 +98,7 @@ def test_machine_code(d, dv, features, dtype):
     assert report.count("UTMASTG") == boxes(config.head_dim_v)
 
     # the block without a maximum: from its products to the vote, exponentials and no comparison of scores
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass.disassemble(cubins[0]))
-    (vote,) = [i for i, name in enumerate(opcodes) if name.startswith("BAR.RED")]
-    products = max(i for i in range(vote) if opcodes[i].startswith("HGMMA"))
-    between = opcodes[products:vote]
+    products, vote = block_without_maximum(opcodes, config)
+    between = opcodes[products[-1] : vote]
     assert sum(name.startswith("MUFU.EX2") for name in between) == half
     assert not [name for name in between if name.startswith(("FMNMX", "SHFL"))]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa3_course import simulated
-from fa3_course.simulated import rung09
+from fa3_course.simulated import parts, rung09
 from fa3_lib.config import forward_config
-from hopper_sim import HOPPER, SM, Fault, GlobalTensor, Kind, launch, patched
+from hopper_sim import HOPPER, SM, Fault, GlobalTensor, Kind, Role, launch, patched
 from tests.fa3_lib.large_weights import KINDS, ROWS, add_courses, assert_close_to_truth
 
 WILD = HOPPER.with_(jitter=1.0)
@@ -137,6 +137,28 @@ def test_the_dynamic_walk_is_the_kernel_s():
         assert [tile(kernel, index) for index in range(p.end)] == [p.tile(index) for index in range(p.end)]
 
 
+def test_a_tile_is_not_taken_before_its_cta_is_nearly_done(monkeypatch):
+    """Taken when the tile before it begins, it waits for a CTA that may be busy for long, while others run out of work."""
+    loaded, taken = [], []
+    load_k, atomic_add = parts.load_k, Role.atomic_add
+
+    def counting_load(*arguments):
+        loaded.append(arguments)
+        return load_k(*arguments)
+
+    def counting_add(role, counter, at, value):
+        if at == (0,):
+            taken.append(len(loaded))
+        return atomic_add(role, counter, at, value)
+
+    monkeypatch.setattr(parts, "load_k", counting_load)
+    monkeypatch.setattr(Role, "atomic_add", counting_add)
+    *_, p = run(draw(300, 280, 2), configuration(True, True))
+    blocks = np.cumsum([len(p.blocks(p.tile(index)[0])) for index in range(p.end)])
+    assert len(taken) == p.end and blocks[-1] == len(loaded)
+    assert all(count >= before - 1 for count, before in zip(taken, blocks, strict=True))
+
+
 # --- faults --------------------------------------------------------------------------------------------------------------
 
 RELEASE = "    t.k_empty[slot].arrive(parts.WARPS)\n"
@@ -155,6 +177,9 @@ FAULTS = {
     "one arrival per reader, not per warp": (rung09.Mailbox, "read", [("role.threads // parts.WARP", "1")], {Kind.DEADLOCK}),
     "the mailbox is read without a wait": (rung09.Mailbox, "read", [(WAIT, "")], {Kind.RACE, Kind.NEVER_WRITTEN, Kind.TOO_MANY_ARRIVALS}),
     "the slot is freed before it is read": (rung09.Mailbox, "read", [(FREE, ""), (LOAD, FREE + LOAD)], {Kind.RACE, Kind.OVERWRITE_BEFORE_FREE}),
+    "nobody asks for the next place": (rung09.Walk, "ask", [("        self.mail.wanted.arrive()\n", "        pass\n")], {Kind.DEADLOCK}),
+    "a tile without keys does not ask": (rung09, "load_kv", [("        if not blocks:\n            walk.ask()\n", "")], {Kind.DEADLOCK}),
+    "every block asks": (rung09, "load_kv", [("            if n == blocks[-1]:\n                walk.ask()\n", "            walk.ask()\n")], {Kind.TOO_MANY_ARRIVALS, Kind.DEADLOCK}),
     "the slot is overwritten early": (rung09, "scheduler", [("        await mail.empty.wait(posted % 2 ^ 1)\n", "")], {Kind.RACE, Kind.OVERWRITE_BEFORE_FREE, Kind.TOO_MANY_ARRIVALS}),
     "the last place is not posted": (rung09, "scheduler", [("    while index < p.end:", "    while index < p.end - walk.ctas:")], {Kind.ROLES_DISAGREE, Kind.DEADLOCK}),
     "CTAs begin where the counter does": (rung09, "scheduler", [("index = walk.ctas + await", "index = await")], {Kind.WRITTEN_TWICE, Kind.NEVER_WRITTEN}),
@@ -164,16 +189,22 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named(monkeypatch, fault):
     owner, name, edits, kinds = FAULTS[fault]
-    tensors = draw(280, 280, 1, "rising", "every")
     config = configuration(True, True)
-    run(tensors, config)
+    # many keys, for a second S; few, for tiles of one block and of none, in which the next place is wanted at once
+    problems = [draw(280, keys, 1, "rising", "every") for keys in (280, 40)]
+
+    def run_all(**machine):
+        for tensors in problems:
+            run(tensors, config, **machine)
+
+    run_all()
     broken = getattr(owner, name)
     for old, new in edits:
         broken = patched(broken, old, new)
     monkeypatch.setattr(owner, name, broken)
     for seed in range(3):
         with pytest.raises(Fault) as verdict:
-            run(tensors, config, seed=seed, machine=WILD if seed % 2 else HOPPER)
+            run_all(seed=seed, machine=WILD if seed % 2 else HOPPER)
         assert verdict.value.kind in kinds, str(verdict.value)
 
 

@@ -373,8 +373,8 @@ class Consumer:
 
 def uniform(x: Int32) -> Int32:
     """x, the same in all threads of a warp, from an instruction whose result is in a uniform register. What depends on it, ptxas keeps
-    there too. After a division, which has no uniform instruction, it would compute descriptors per thread and move each one over
-    (d256, causal: 45 of the 356 instructions from the products to the vote)."""
+    there too. After a division, which has no uniform instruction, it would compute descriptors per thread and move two words over
+    for each product."""
     return cute.arch.warp_redux_sync(x, kind="or")
 
 

@@ -2,14 +2,13 @@
 kernel's roundings in PyTorch."""
 
 import functools
-from typing import NamedTuple
 
 import torch
 
 from fa3_lib import checks, interface, tiled
 from fa3_lib.compiler import forward_kernel
 from fa3_lib.config import ceil_div
-from fa3_lib.fp8_config import KEY_GROUP, SCALE_BLOCK, Fp8Config, few_queries, fp8_config
+from fa3_lib.fp8_config import KEY_GROUP, SCALE_BLOCK, few_queries, fp8_config
 from fa3_lib.quantize import dequantize, transpose_v
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -83,7 +82,7 @@ def forward(
             q, k, v, softmax_scale, config, softcap, sinks, *window, P_DTYPE, plan.out_dtype, config.offset, two_level
         )
 
-    out, lse = interface.outputs(plan, plan.out_dtype, device, sinks, with_lse)
+    out, lse = interface.outputs(plan, device, sinks, with_lse)
     if plan.empty:
         return out, lse
     vt = v if transposed or config.transposes_v else transpose_v(v)
@@ -132,24 +131,9 @@ def _operator_fake(q, k, v, *arguments):
     return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
 
-class _Plan(NamedTuple):
-    """What a call needs and what depends on shapes, strides, dtypes, devices and masks alone."""
-
-    config: Fp8Config
-    out_dtype: torch.dtype
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    window_left: int  # keys, at least 0
-    window_right: int
-    empty: bool  # nothing to compute
-    ctas: int  # SMs of the device that may be used; 0 on a CPU
-    strides: tuple[tuple[int, ...] | None, ...]  # of q, k and v, where TMA needs other strides than the tensor's
-    convert_sinks: bool  # they are not contiguous fp32
-
-
 # Checking costs more host time than the launch, so each combination is checked once.
 @functools.lru_cache(maxsize=4096)
-def _plan(*key) -> _Plan:
+def _plan(*key) -> interface.Plan:
     (
         *tensors,
         causal,
@@ -166,7 +150,7 @@ def _plan(*key) -> _Plan:
         v_aligned,
     ) = key
     check_tensors(*tensors, transposed)
-    q_shape, q_stride, q_dtype, device, k_shape, k_stride, k_dtype, _, v_shape, v_stride, v_dtype, _ = tensors
+    q_shape, q_stride, q_dtype, _, k_shape, k_stride, k_dtype, _, v_shape, v_stride, v_dtype, _ = tensors
     if out_dtype not in (None, *OUT_DTYPES):
         raise TypeError(
             f"out_dtype is {out_dtype}; for float8 tensors one of {', '.join(map(str, OUT_DTYPES))} is accepted"
@@ -177,50 +161,28 @@ def _plan(*key) -> _Plan:
         raise ValueError(
             "pack_gqa=True is given with descales of blocks: packed heads have different ones; pass None or False"
         )
-    batch, seqlen_q, heads, head_dim = q_shape
-    _, seqlen_k, kv_heads, _ = k_shape
+    _, seqlen_q, heads, head_dim = q_shape
     head_dim_v = v_shape[2] if transposed else v_shape[3]
-    convert_sinks = False
-    if sinks is not None:
-        shape, stride, dtype, sinks_device = sinks
-        checks.check_sinks(shape, dtype, sinks_device, heads, device)
-        convert_sinks = dtype != torch.float32 or stride != (1,)
+    queries = seqlen_q * (heads // k_shape[2])  # of one KV head
+    turnable = not transposed and v_aligned and tma_reads(v_shape, v_stride)
+    formats = tuple(FORMATS[dtype] for dtype in (q_dtype, k_dtype, v_dtype))
 
-    left, right = interface.effective_window(left, right, causal, seqlen_q, seqlen_k)
-    causal = (left, right) == (-1, 0)
-    window = not causal and (left, right) != (-1, -1)
-    transposes_v = not transposed and few_queries(head_dim, head_dim_v, seqlen_q * (heads // kv_heads), causal)
-    choose = functools.partial(
-        fp8_config, head_dim, head_dim_v, causal, seqlen_q,
-        two_level=two_level, window=window, softcap=softcap, sinks=sinks is not None, block_scales=block_scales,
-        formats=tuple(FORMATS[dtype] for dtype in (q_dtype, k_dtype, v_dtype)),
-        transposes_v=transposes_v and v_aligned and tma_reads(v_shape, v_stride),
+    def choose(causal, window, pack_gqa=1):
+        return fp8_config(
+            head_dim, head_dim_v, causal, seqlen_q,
+            two_level=two_level, window=window, softcap=softcap, sinks=sinks is not None, pack_gqa=pack_gqa,
+            block_scales=block_scales, formats=formats,
+            transposes_v=turnable and few_queries(head_dim, head_dim_v, queries, causal),
+        )  # fmt: skip
+
+    def strides(config):
+        q_and_k = (tma_strides(*layout) for layout in (("q", q_shape, q_stride), ("k", k_shape, k_stride)))
+        return *q_and_k, tma_strides("v", v_shape, v_stride) if config.transposes_v else None
+
+    return interface.make_plan(
+        tensors, head_dim_v, causal, left, right, sinks, False if block_scales else pack_gqa, sm_margin,
+        out_dtype or OUT_DTYPES[0], choose, strides,
     )  # fmt: skip
-    config = choose()
-    pack = 1 if block_scales else interface.choose_pack_gqa(pack_gqa, heads // kv_heads, seqlen_q, config.tile_m)
-    if pack > 1:
-        config = choose(pack_gqa=pack)
-
-    sms, strides = 0, (None, None, None)
-    if device.type != "cpu":
-        sms = checks.hopper_sms(device)
-        strides = tuple(tma_strides(*layout) for layout in (("q", q_shape, q_stride), ("k", k_shape, k_stride)))
-        strides += (tma_strides("v", v_shape, v_stride) if config.transposes_v else None,)
-    checks.check_sm_margin(sm_margin, sms)
-    out_shape = (batch, seqlen_q, heads, head_dim_v)
-    unlimited = seqlen_q + seqlen_k
-    return _Plan(
-        config,
-        out_dtype or OUT_DTYPES[0],
-        out_shape,
-        lse_shape=(batch, heads, seqlen_q),
-        window_left=unlimited if left < 0 else left,
-        window_right=unlimited if right < 0 else right,
-        empty=0 in out_shape or seqlen_k == 0,
-        ctas=sms and sms - sm_margin,
-        strides=strides,
-        convert_sinks=convert_sinks,
-    )
 
 
 @functools.lru_cache(maxsize=256)

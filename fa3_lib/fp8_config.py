@@ -159,12 +159,12 @@ SHORT_TWO_LEVEL = 512
 # Up to this many queries without a causal mask, over all heads that read one KV head, V is transposed inside the kernel: again for each
 # tile of queries, but without a kernel of its own, which takes 20 us for 16k tokens (H200, TFLOP/s, inside, against that kernel and
 # this one: d64 full 512 415 / 392, 1k 466 / 497, 2k 553 / 613; causal 1k 313 / 291; d128 full 512 661 / 600, 1k 763 / 734, causal 1k 510 / 458).
-IN_KERNEL_QUERIES = {64: 512, 128: 1024, 192: 1024, 256: 1024}
+IN_KERNEL_QUERIES = {64: 512, 128: 1024, 192: 1024}  # at 256, shared memory has no room for it
 
 
 def few_queries(head_dim: int, head_dim_v: int, queries: int, causal: bool = False) -> bool:
     """Whether `queries`, those of one KV head, are so few that V is transposed inside the kernel. Causal ones read half of V."""
-    limit = IN_KERNEL_QUERIES[next(d for d in HEAD_DIMS if d >= max(head_dim, head_dim_v))]
+    limit = IN_KERNEL_QUERIES.get(next(d for d in HEAD_DIMS if d >= max(head_dim, head_dim_v)), 0)
     return queries <= (2 * limit if causal else limit)
 
 

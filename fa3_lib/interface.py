@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -129,10 +129,11 @@ def flash_attn_func(
     return (out, lse) if return_attn_probs else out
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What a call needs and what depends on shapes, strides, dtypes, devices and masks alone."""
 
     config: ForwardConfig
+    out_dtype: torch.dtype
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     window_left: int  # keys, at least 0
@@ -145,12 +146,36 @@ class _Plan(NamedTuple):
 
 # Checking costs more host time than the launch, so each combination is checked once.
 @functools.lru_cache(maxsize=4096)
-def _plan(*key) -> _Plan:
+def _plan(*key) -> Plan:
     *facts, causal, left, right, softcap, sinks, pack_gqa, sm_margin = key
     checks.check_tensors(*facts)
-    q_shape, q_stride, _, device, k_shape, k_stride, _, _, v_shape, v_stride, _, _ = facts
-    batch, seqlen_q, heads, head_dim = q_shape
-    seqlen_k, kv_heads = k_shape[1], k_shape[2]
+    q_shape, q_stride, dtype, _, k_shape, k_stride, _, _, v_shape, v_stride, _, _ = facts
+    head_dim, head_dim_v, seqlen_q = q_shape[3], v_shape[3], q_shape[1]
+
+    def choose(causal, window, pack_gqa=1):
+        mask = {"window": window, "softcap": softcap, "sinks": sinks is not None}
+        return forward_config(head_dim, head_dim_v, causal, seqlen_q, pack_gqa=pack_gqa, **mask)
+
+    def strides(config):
+        layouts = (("q", q_shape, q_stride), ("k", k_shape, k_stride), ("v", v_shape, v_stride))
+        return tuple(checks.tma_strides(*layout) for layout in layouts)
+
+    return make_plan(facts, head_dim_v, causal, left, right, sinks, pack_gqa, sm_margin, dtype, choose, strides)
+
+
+def make_plan(
+    facts, head_dim_v, causal, left, right, sinks, pack_gqa, sm_margin, out_dtype, choose: Callable, strides: Callable
+) -> Plan:
+    """The plan of a call whose q, k and v are checked.
+
+    Args:
+        facts: shape, strides, dtype and device of q, then of k, then of v.
+        sinks: the same of the sinks, or None.
+        choose: (causal, window, pack_gqa=1) -> the configuration.
+        strides: configuration -> those of q, k and v for TMA, None where it takes the tensor's own; asked for on a GPU alone.
+        The rest is as in `flash_attn_func`, the window's sides -1 for unlimited.
+    """
+    (batch, seqlen_q, heads, _), _, _, device, (_, seqlen_k, kv_heads, _), *_ = facts
     convert_sinks = False
     if sinks is not None:
         shape, stride, dtype, sinks_device = sinks
@@ -160,31 +185,27 @@ def _plan(*key) -> _Plan:
     left, right = effective_window(left, right, causal, seqlen_q, seqlen_k)
     causal = (left, right) == (-1, 0)
     window = not causal and (left, right) != (-1, -1)
-    unlimited = seqlen_q + seqlen_k
-    choose = functools.partial(
-        forward_config, head_dim, v_shape[-1], causal, seqlen_q, window=window, softcap=softcap, sinks=sinks is not None
-    )
-    config = choose()
+    config = choose(causal, window)
     pack = choose_pack_gqa(pack_gqa, heads // kv_heads, seqlen_q, config.tile_m)
     if pack > 1:
-        config = choose(pack_gqa=pack)
+        config = choose(causal, window, pack)
 
-    sms, strides = 0, (None, None, None)
+    sms, tma_strides = 0, (None, None, None)
     if device.type != "cpu":
-        sms = checks.hopper_sms(device)
-        layouts = (("q", q_shape, q_stride), ("k", k_shape, k_stride), ("v", v_shape, v_stride))
-        strides = tuple(checks.tma_strides(*layout) for layout in layouts)
+        sms, tma_strides = checks.hopper_sms(device), strides(config)
     checks.check_sm_margin(sm_margin, sms)
-    out_shape = (batch, seqlen_q, heads, v_shape[-1])
-    return _Plan(
+    out_shape = (batch, seqlen_q, heads, head_dim_v)
+    unlimited = seqlen_q + seqlen_k
+    return Plan(
         config,
+        out_dtype,
         out_shape,
         lse_shape=(batch, heads, seqlen_q),
         window_left=unlimited if left < 0 else left,
         window_right=unlimited if right < 0 else right,
         empty=0 in out_shape or seqlen_k == 0,
         ctas=sms and sms - sm_margin,
-        strides=strides,
+        strides=tma_strides,
         convert_sinks=convert_sinks,
     )
 
@@ -241,7 +262,7 @@ def _forward(
     if not plan.ctas:
         return tiled.attention(q, k, v, softmax_scale, config, softcap, sinks, plan.window_left, plan.window_right)
 
-    out, lse = outputs(plan, q.dtype, device, sinks, with_lse)
+    out, lse = outputs(plan, device, sinks, with_lse)
     if plan.empty:
         return out, lse
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT:
@@ -254,9 +275,9 @@ def _forward(
     return out, lse
 
 
-def outputs(plan, dtype, device, sinks, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def outputs(plan: Plan, device, sinks, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse) for a kernel to fill; where the plan says that there is nothing to compute, filled (TMA knows no empty tensors)."""
-    out = torch.empty(plan.out_shape, dtype=dtype, device=device)
+    out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=device) if with_lse else None
     if plan.empty:
         out.zero_()

@@ -150,8 +150,9 @@ class Scheduler(Mailbox):
     @cute.jit
     def read(self, taken: Int32) -> Int32:
         index = Int32(0)
+        self.until_wanted(taken)
         if cute.arch.lane_idx() == 0:
-            index = self.take(self.counter, taken)
+            index = self.post(self.counter)
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(index, 0))
 
     @cute.jit

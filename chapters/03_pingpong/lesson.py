@@ -1241,7 +1241,7 @@ display(*notes_about("maximum in unmasked"))
 if HAS_CUTE:
     from fa3_lib import walk
 
-    display(lesson_views.source(walk.Mailbox.take))
+    display(lesson_views.source(walk.Mailbox.post))
 
 for seqlen in (1024, 4096, 16_384):
     config = forward_config(128, 128, True, seqlen)

@@ -1,5 +1,6 @@
 """A whole run on the CPU: rows, limits, and kernels that raise, crash and hang without taking the others along."""
 
+import os
 import subprocess
 import sys
 import time
@@ -62,15 +63,18 @@ def job(tmp_path, **more):
     return Job(**given, rounds=2, burst_ms=1.0, command="test", started="2026-01-01T00:00:00Z", **more)
 
 
+def start(script: Path, path: Path) -> subprocess.Popen:
+    """A worker of the benchmark; the script lies elsewhere, so that it must be told where `bench` is."""
+    environment = os.environ | {"PYTHONPATH": str(results.ROOT)}
+    return subprocess.Popen([sys.executable, str(script), str(path)], cwd=results.ROOT, env=environment)
+
+
 def test_a_kernel_that_raises_crashes_or_hangs_costs_only_its_own_rows(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     asked = job(tmp_path)
 
-    def start(path: Path) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, str(script), str(path)], cwd=results.ROOT)
-
-    trouble = forward.supervise(asked, tmp_path, start)
+    trouble = forward.supervise(asked, tmp_path, lambda path: start(script, path))
     run = forward.finish(asked, [], trouble)
     assert trouble is None and run.finished
     assert set(asked.broken) == {"crashes/bf16", "hangs/bf16"}
@@ -97,9 +101,7 @@ def test_a_passed_deadline_leaves_rows_that_say_so(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     asked = job(tmp_path, deadline=time.time() - 1)
-    trouble = forward.supervise(
-        asked, tmp_path, lambda path: subprocess.Popen([sys.executable, script, path], cwd=results.ROOT)
-    )
+    trouble = forward.supervise(asked, tmp_path, lambda path: start(script, path))
     run = forward.finish(asked, [], trouble)
     assert not any(row.measured for row in run.rows)
     assert sum(row.skipped == "the time limit of the run was reached" for row in run.rows) == 2 * 6

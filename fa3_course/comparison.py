@@ -47,6 +47,26 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
+def mean_ratio(
+    run: Run, kernel: str, other: str, head_dim: int | None = None, masks: tuple[bool, ...] = (False, True)
+) -> float | None:
+    """Geometric mean of one kernel's speed over another's, on the shapes from `LONG` tokens on that have both; None without any.
+
+    head_dim: of these shapes, None for all. masks: causal or not.
+    """
+    found: dict[tuple, dict[str, float]] = {}
+    for row in run.select(direction="fwd"):
+        if (
+            row.kernel in (kernel, other)
+            and row.seqlen >= LONG
+            and row.causal in masks
+            and head_dim in (None, row.head_dim)
+        ):
+            found.setdefault((row.dtype, row.head_dim, row.causal, row.seqlen), {})[row.kernel] = row.tflops
+    ratios = [speeds[kernel] / speeds[other] for speeds in found.values() if len(speeds) == 2]
+    return geometric_mean(ratios) if ratios else None
+
+
 def markdown(run: Run) -> str:
     """Every shape, every peer, the ratio to the fastest one. Empty where the run has no peers."""
     table = shapes(run)

@@ -1,6 +1,6 @@
 """FP8 attention's speeds and errors as Markdown, from the rows that `python -m bench.fp8` stored: for the README."""
 
-from fa3_course.comparison import LONG, geometric_mean
+from fa3_course.comparison import LONG, mean_ratio
 from fa3_course.results import Run
 
 # kernel in the rows: as people read it
@@ -28,13 +28,13 @@ def speeds(run: Run) -> Speeds:
     return {shape: found[shape] for shape in sorted(found) if len(found[shape]) == len(WHO)}
 
 
-def errors(run: Run) -> dict[str, dict[tuple[str, int], float]]:
-    """question: {(who, keys): error}; for table 3 and MiniLM, who is the way of quantising."""
-    found: dict[str, dict[tuple[str, int], float]] = {}
+def errors(run: Run) -> dict[str, dict[str, dict[int, float]]]:
+    """question: {who: {keys: error}}; for table 3 and MiniLM, who is the way of quantising."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
     for row in run.rows:
         if row.measured and row.error is not None:
             question, _, who = row.kernel.partition(": ")
-            found.setdefault(question, {})[who, row.seqlen] = row.error
+            found.setdefault(question, {}).setdefault(who, {})[row.seqlen] = row.error
     return found
 
 
@@ -56,7 +56,7 @@ def speed_tables(run: Run) -> str:
     lines += [
         "",
         f"FP8 (e4m3), TFLOP/s at sequence length {SEQLEN}, V's transpose included where there is one{yardstick}. {origin(run)} "
-        f"Geometric means over FA3's FP8 from {LONG} tokens on: {means(table)}.",
+        f"Geometric means over FA3's FP8 from {LONG} tokens on: {means(run)}.",
         "",
         "<details><summary>Every shape in FP8 (TFLOP/s)</summary>",
         "",
@@ -68,21 +68,12 @@ def speed_tables(run: Run) -> str:
     return "\n".join([*lines, "", "</details>"])
 
 
-def means(table: Speeds) -> str:
-    """`two levels 0.96 (d64 full 1.06, ...), one level 1.01`."""
-    long = {shape: row for shape, row in table.items() if shape[2] >= LONG}
-
-    def mean(kernel, head_dim=None, causal=None):
-        ratios = (
-            row[kernel] / row[PEER]
-            for (d, c, _), row in long.items()
-            if head_dim in (None, d) and (causal is None or causal == c)
-        )
-        return f"{geometric_mean(ratios):.2f}"
-
-    kinds = sorted({(d, causal) for d, causal, _ in long})
-    each = ", ".join(f"d{d} {mask(causal)} {mean('fa3_lib', d, causal)}" for d, causal in kinds)
-    return f"fa3_lib {mean('fa3_lib')} ({each}), with `two_level=False` {mean('fa3_lib one level')}"
+def means(run: Run) -> str:
+    """`fa3_lib 0.96 (d64 full 1.06, ...), with two_level=False 1.01`."""
+    kinds = sorted({(d, causal) for d, causal, seqlen in speeds(run) if seqlen >= LONG})
+    each = ", ".join(f"d{d} {mask(causal)} {mean_ratio(run, 'fa3_lib', PEER, d, (causal,)):.2f}" for d, causal in kinds)
+    both, one_level = (mean_ratio(run, kernel, PEER) for kernel in ("fa3_lib", "fa3_lib one level"))
+    return f"fa3_lib {both:.2f} ({each}), with `two_level=False` {one_level:.2f}"
 
 
 def error_tables(run: Run) -> str:
@@ -93,18 +84,18 @@ def error_tables(run: Run) -> str:
     lines = [header("error", *(f"{keys // 1024}k keys" for keys in KEYS))]
     for question in asked:
         for who, label in WHO.items():
-            values = (found[question].get((who, keys)) for keys in KEYS)
+            values = map(found[question].get(who, {}).get, KEYS)
             lines.append(cells(f"{question}: {label}", *("-" if x is None else f"{100 * x:.2g} %" for x in values)))
     lines += [
         "",
         "Relative errors against fp64 with 64 queries, d128; V = 1: every value is 1, and so is every answer; V has a mean: N(1, 1), as "
         f"real values have one; needle: bits read wrong of one value among the keys. {origin(run)}",
     ]
-    if third := {who: x for (who, _), x in found.get("table 3", {}).items() if who in PAPER}:
+    if third := {who: x for who, x in found.get("table 3", {}).items() if who in PAPER}:
+        (keys,) = {keys for x in third.values() for keys in x}
         lines += ["", header("the paper's table 3", *third)]
         lines.append(cells("paper", *(f"{PAPER[who]:.1e}" for who in third)))
-        lines.append(cells("**fa3_lib**", *(f"{x:.1e}" for x in third.values())))
-        (keys,) = {keys for who, keys in found["table 3"]}
+        lines.append(cells("**fa3_lib**", *(f"{x[keys]:.1e}" for x in third.values())))
         lines += [
             "",
             f"Root mean square errors, {keys} keys, d128: Q, K and V of N(0, 1) and one in a thousand of N(0, 100).",
@@ -126,4 +117,5 @@ def cells(*texts: str) -> str:
 
 def origin(run: Run) -> str:
     commit = f", commit {run.commit[:10]}" if run.commit else ""
-    return f"{run.gpu}, {run.date[:10]}{commit}."
+    stale = " The source of fa3_lib has changed since, and these rows are the old version's." if run.stale() else ""
+    return f"{run.gpu}, {run.date[:10]}{commit}.{stale}"

@@ -172,6 +172,9 @@ def markdown(table: Ladder) -> str:
         f"kernel time. {run.gpu}, driver {run.driver}, CUDA {run.cuda}, PyTorch {run.torch}, {run.date[:10]}{commit}. "
         "Error: relative, against fp64. Host: one eager call on a tiny shape. A dash: not measured in this run."
     )
+    if table.stale:
+        changed = ", ".join(line.label for line in table.stale)
+        lines[-1] += f" The source of {changed} has changed since, and these rows are the old version's."
     return "\n".join(lines)
 
 
@@ -193,7 +196,8 @@ def readme_block(run: Run | None) -> str:
                 f"\n\n{comparison.summary(run)}\n\n<details><summary>Every shape, every peer (TFLOP/s)</summary>\n\n"
             )
             body += f"{every_shape}\n\n</details>"
-    if in_fp8 := fp8_tables.markdown(results.experiments("fp8"), results.experiments("fp8error")):
+    fp8_runs = (results.experiments(name, paths.results()) for name in ("fp8", "fp8error"))
+    if in_fp8 := fp8_tables.markdown(*fp8_runs):
         body += f"\n\n{in_fp8}"
     return f"<!-- ladder:begin, written by `fa3 ladder --readme` -->\n{body}\n<!-- ladder:end -->"
 

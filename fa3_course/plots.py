@@ -5,7 +5,6 @@ return nothing, so that a lesson composes its figures itself; `figure` makes the
 """
 
 import io
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
@@ -17,6 +16,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from fa3_course import results
+from fa3_course.sass import program
 
 # Okabe and Ito's palette: apart for every common kind of colour blindness, and in grey by lightness
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -284,7 +284,7 @@ def instruction_strip(ax: Axes, sass: str, groups: Mapping[str, tuple[str, ...]]
         sass: text of one kernel, as nvdisasm prints it.
         groups: name of a row -> prefixes of opcodes ("HGMMA", "MUFU.EX2").
     """
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass)
+    opcodes = program(sass)
     rows = [[i for i, name in enumerate(opcodes) if name.startswith(prefixes)] for prefixes in groups.values()]
     ax.eventplot(rows, colors=list(PALETTE[: len(rows)]), linelengths=0.75, linewidths=0.9)
     ax.set_yticks(range(len(rows)), list(groups))

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata, util
 from pathlib import Path
 
@@ -36,6 +36,8 @@ LANDMARKS = {
 _MAX_SHARED = 232_448  # bytes of shared memory that one CTA may use on sm_90
 _SYMBOL_TABLE, _CUDA_INFO = 2, 0x7000_0000  # ELF section types
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes in .nv.info
+# /*0a40*/   @!UP0 UTMALDG.4D [UR8], [UR4] ;
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
 class ToolMissing(RuntimeError):
@@ -54,6 +56,7 @@ class KernelReport:
         spill_store, spill_load: bytes spilled and reloaded, from ptxas; None where only a cubin was seen.
         smem: bytes of dynamic shared memory at launch; None where only a cubin was seen.
         advisories: ptxas' performance advisories (C75xx: setmaxnreg ignored, WGMMA serialised, ...).
+        listing: the SASS of the kernel's whole cubin, as `disassemble` gives it.
     """
 
     name: str
@@ -64,6 +67,7 @@ class KernelReport:
     spill_load: int | None = None
     smem: int | None = None
     advisories: tuple[str, ...] = ()
+    listing: str = field(default="", repr=False, compare=False)
 
     @property
     def instructions(self) -> int:
@@ -133,6 +137,11 @@ def disassemble(cubin: bytes) -> str:
     return done.stdout
 
 
+def program(listing: str) -> list[str]:
+    """The opcodes of a listing of one kernel, first to last."""
+    return _INSTRUCTION.findall(listing)
+
+
 # --- reading a cubin -------------------------------------------------------------------------------------------------
 
 
@@ -147,10 +156,11 @@ def cubin_report(cubin: bytes) -> list[KernelReport]:
         resources = _resources(cubin)
     except (struct.error, IndexError) as error:
         raise ValueError(f"not a whole cubin: {error}") from None
-    opcodes = _count_opcodes(disassemble(cubin))
+    listing = disassemble(cubin)
     return [
-        KernelReport(name, resources[name].get(_REGISTERS, 0), resources[name].get(_FRAME_SIZE, 0), opcodes[name])
-        for name in opcodes
+        KernelReport(name, found.get(_REGISTERS, 0), found.get(_FRAME_SIZE, 0), counts, listing=listing)
+        for name, counts in _count_opcodes(listing).items()
+        for found in (resources[name],)
     ]
 
 
@@ -161,10 +171,7 @@ def _count_opcodes(sass: str) -> dict[str, Counter]:
     for line in sass.splitlines():
         if section := re.match(r"\s*\.section\s+\.text\.([^,\s]+)", line):
             current = kernels.setdefault(section[1], Counter())
-        # /*0a40*/   @!UP0 UTMALDG.4D [UR8], [UR4] ;
-        elif current is not None and (
-            found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", line)
-        ):
+        elif current is not None and (found := _INSTRUCTION.match(line)):
             current[found[1]] += 1
     return kernels
 
@@ -242,11 +249,8 @@ def compile_report(compile_fn: Callable[[str], object]) -> list[KernelReport]:
     if len(reports) > 1 and any(int(n) for pair in spills for n in pair):
         raise RuntimeError(f"{len(reports)} kernels in one cubin spill: compile them one by one to tell which")
     return [
-        KernelReport(
-            r.name,
-            r.registers,
-            r.stack,
-            r.opcodes,
+        replace(
+            r,
             spill_store=sum(int(stores) for stores, _ in spills),
             spill_load=sum(int(loads) for _, loads in spills),
             smem=max(shared, default=None),

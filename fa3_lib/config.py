@@ -11,9 +11,7 @@ REGISTER_FILE = 65_536  # 32-bit registers of one SM
 WARPGROUP = 128  # threads of a warpgroup
 WGMMA_M = 64  # rows of one warpgroup's WGMMA tile
 SWIZZLE_BYTES = 64  # rows of a tile are whole numbers of this swizzle (or of the one of 128 bytes)
-L2_BYTES = (
-    32 * 2**20
-)  # what the K and V of a section of heads may fill of the 50 MB: Q, O and the next section want some, too
+L2_BYTES = 32 * 2**20  # what K and V of a section of heads may fill of L2's 50 MB: Q, O and the next section want some
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled head dims; the columns between are zero-filled by TMA
 
 # setmaxnreg (producer, consumer) by number of consumer warpgroups: the sums stay within the register file

@@ -137,9 +137,8 @@ class Fp8Consumer(Fp8Operands, Consumer):
         n_right, n_full = cutlass.min(cutlass.max(end - end_unmasked, 0) + 1, n_blocks), n_blocks
         if const_expr(cfg.window):
             n_full = cutlass.max(cutlass.min(end - first_unmasked, n_blocks), n_right)
-        last = (
-            done + end - 1
-        )  # the sum of a block's number and its place in the rings, so that one of them needs a register
+        # the sum of a block's number and its place in the rings, so that one of them needs a register
+        last = done + end - 1
         for block in cutlass.range(done, done + n_right, unroll=1):
             self.block(state, last - block, block, first_row, scales, masked=True)
         for block in cutlass.range(done + n_right, done + n_full, unroll=1):

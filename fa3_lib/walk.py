@@ -126,10 +126,8 @@ class Mailbox:
     @cute.jit
     def close(self, counter: cute.Tensor):
         """The same thread after an index past the end: the last CTA to finish resets the counter."""
-        if (
-            cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu")
-            == cute.arch.grid_dim()[0] - 1
-        ):
+        others = cute.arch.grid_dim()[0] - 1
+        if cute.arch.atomic_add(counter.iterator + 1, Int32(1), sem="acq_rel", scope="gpu") == others:
             counter[0] = 0
             counter[1] = 0
 

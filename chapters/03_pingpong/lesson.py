@@ -34,7 +34,6 @@
 
 # %%
 import importlib.util
-import re
 from dataclasses import replace
 from unittest import mock
 
@@ -1194,20 +1193,13 @@ if HAS_CUTE:
 if HAS_CUTE:
     from fa3_lib import forward_sm90
 
-    def program(config):
-        """The machine code of the library's kernel, as text and as a list of opcodes."""
-        cubins = []
+    def listing_of(config):
+        """The machine code of the library's kernel."""
+        (report,) = sass.compile_report(lambda o: forward_sm90.compile_forward(config, torch.bfloat16, o))
+        return report.listing
 
-        def compile_library(options):
-            compiled = forward_sm90.compile_forward(config, torch.bfloat16, options)
-            cubins.append(compiled.__cubin__)
-            return compiled
-
-        sass.compile_report(compile_library)
-        text = sass.disassemble(cubins[0])
-        return text, re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
-
-    text, opcodes = program(forward_config(128, 128, False))
+    text = listing_of(forward_config(128, 128, False))
+    opcodes = sass.program(text)
     GROUPS = {name: (name,) for name in ("HGMMA", "FMNMX", "MUFU.EX2", "BAR.RED")}
     fig, (ax,) = plots.figure(height=1.9)
     plots.instruction_strip(ax, text, GROUPS)
@@ -1319,7 +1311,7 @@ if HAS_CUTE:
 
     def moved(config):
         """(R2UR, all instructions) of the block without a maximum, from its first product to its vote."""
-        _, opcodes = program(config)
+        opcodes = sass.program(listing_of(config))
         (vote,) = [i for i, name in enumerate(opcodes) if name.startswith("BAR.RED")]
         products = [i for i in range(vote) if opcodes[i].startswith("HGMMA")]
         block = opcodes[products[-(config.head_dim + config.tile_n) // 16] : vote]

@@ -806,20 +806,16 @@ def show_errors(run):
     if run is None:
         print("no row stored yet: `python -m bench.fp8` on a Hopper stores some")
         return
-    found = {}
-    for row in run.rows:
-        if row.measured and row.error is not None:
-            question, _, who = row.kernel.partition(": ")
-            found.setdefault(question, {}).setdefault(who, []).append(row)
+    found = fp8_tables.errors(run)
     third, text = found.pop("table 3", {}), found.pop("MiniLM", {})
     fig, axes = plots.figure(len(found), height=3)
     for ax, (question, answers) in zip(axes, found.items(), strict=True):
-        for who, rows in answers.items():
+        for who, by_keys in answers.items():
             label, colour = ANSWERS.get(who, (who, plots.GREY))
             wide = 3 if who == "fa3_lib one level" else 1  # FA3's line lies on this one
             style = {"color": colour, "label": label, "linewidth": 2 * wide, "markersize": 5 + 2 * wide}
-            ax.plot([row.seqlen for row in rows], [100 * row.error for row in rows], "o-", **style)
-        plots.powers_of_two(ax, sorted({row.seqlen for rows in answers.values() for row in rows})[::2])
+            ax.plot(list(by_keys), [100 * error for error in by_keys.values()], "o-", **style)
+        plots.powers_of_two(ax, sorted({keys for by_keys in answers.values() for keys in by_keys})[::2])
         ax.set_yscale("symlog", linthresh=0.1)
         ax.yaxis.set_major_formatter("{x:g}")
         ax.set_ylim(-0.03, 150)
@@ -829,17 +825,17 @@ def show_errors(run):
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     plt.show()
     for question, answers in found.items():
-        last = {ANSWERS.get(who, (who,))[0]: max(rows, key=lambda row: row.seqlen) for who, rows in answers.items()}
-        errors = ", ".join(f"{label} {100 * row.error:.2g} %" for label, row in last.items())
-        print(f"{question}, {next(iter(last.values())).seqlen:,} keys: {errors}")
+        most = max(max(by_keys) for by_keys in answers.values())
+        said = (f"{ANSWERS.get(who, (who,))[0]} {100 * x[most]:.2g} %" for who, x in answers.items() if most in x)
+        print(f"{question}, {most:,} keys: {', '.join(said)}")
     print(f"{run.gpu}, {run.date[:10]}, `python -m bench.fp8`; table 3: root mean square errors")
     table(
         ["table 3", "paper", "fa3_lib"],
-        [[who, fp8_tables.PAPER.get(who, ""), f"{x.error:.1e}"] for who, (x,) in third.items()],
+        [[who, fp8_tables.PAPER.get(who, ""), f"{x:.1e}"] for who, by_keys in third.items() for x in by_keys.values()],
     )
     if text:
         print("MiniLM's activations (chapter 1), relative error of the whole output:")
-        table(["", "fa3_lib"], [[who, f"{100 * x.error:.1f} %"] for who, (x,) in text.items()])
+        table(["", "fa3_lib"], [[who, f"{100 * x:.1f} %"] for who, by_keys in text.items() for x in by_keys.values()])
 
 
 show_errors(results.experiments("fp8error"))
@@ -915,17 +911,13 @@ RATIOS = {  # whose speed over whose, with which masks (causal or not)
 
 def ratios(run):
     """{(name, head dim): geometric mean of the ratio of two speeds} over all masks and lengths from 1k on."""
-    rows = {}
-    for row in run.select(direction="fwd"):
-        if row.seqlen >= comparison.LONG:
-            rows.setdefault((row.kernel, row.head_dim), {})[row.causal, row.seqlen] = row.tflops
-    found = {}
-    for name, (ours, theirs, masks) in RATIOS.items():
-        for d in sorted({d for _, d in rows}):
-            above, below = (rows.get((kernel, d), {}) for kernel in (ours, theirs))
-            if common := {at for at in above.keys() & below.keys() if at[0] in masks}:
-                found[name, d] = comparison.geometric_mean(above[at] / below[at] for at in common)
-    return found
+    dims = sorted({row.head_dim for row in run.select(direction="fwd")})
+    found = {
+        (name, d): comparison.mean_ratio(run, ours, theirs, d, masks)
+        for name, (ours, theirs, masks) in RATIOS.items()
+        for d in dims
+    }
+    return {at: ratio for at, ratio in found.items() if ratio is not None}
 
 
 def show_ratios(run):

@@ -51,8 +51,7 @@ def report_rung(
             "CuTe kernels for sm_90 only"
         )
     if rung.needs == "triton":
-        cubin = _triton_cubin_apart(rung, head_dim, causal, dtype, capability)
-        reports = sass.cubin_report(cubin)
+        reports = sass.cubin_report(_triton_cubin_apart(rung, head_dim, causal, dtype, capability))
     else:
         if rung.number == "lib":
             from fa3_lib.config import forward_config
@@ -61,18 +60,10 @@ def report_rung(
             compile_fn, config = compile_forward, forward_config(head_dim, head_dim, causal)
         else:
             compile_fn, config = rung.module().compile_rung, rung.module().make_config(head_dim, causal)
-        cubins: list[bytes] = []
-
-        def compile_kernel(options: str):
-            compiled = compile_fn(config, element, options)
-            cubins.append(compiled.__cubin__)
-            return compiled
-
-        reports = sass.compile_report(compile_kernel)
-        (cubin,) = cubins
+        reports = sass.compile_report(lambda options: compile_fn(config, element, options))
     if dump:
         dump.parent.mkdir(parents=True, exist_ok=True)
-        dump.write_text(sass.disassemble(cubin), encoding="utf-8")
+        dump.write_text(reports[0].listing, encoding="utf-8")
     return reports
 
 

@@ -51,10 +51,14 @@ def _(t, binding, ceiling, gain):
     "a change of one or more units, the waiting stays", "waiting = 1 - the largest share, before the change"
 )
 def _(t, binding, ceiling, gain):
-    for _ in range(12):
+    for trial in range(12):
         shares, cycles = draw(t), float(t.rng.uniform(1e4, 1e6))
         changed = t.rng.choice(UNITS, int(t.rng.integers(1, 4)), replace=False)
         factors = {str(unit): float(t.rng.uniform(0.2, 1.5)) for unit in changed}
+        if trial % 2:  # the busiest unit loses its place to another
+            first, second = sorted(shares, key=shares.get)[:-3:-1]
+            factors[first] = shares[second] / shares[first] * float(t.rng.uniform(0.3, 0.9))
+            factors.pop(second, None)
         busy = {unit: share * cycles for unit, share in shares.items()}
         after = cycles - max(busy.values()) + max(busy[u] * factors.get(u, 1.0) for u in busy)
         got = gain(shares, factors)

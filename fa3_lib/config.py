@@ -55,6 +55,7 @@ class ForwardConfig:
     causal: bool = False
     ping_pong: bool = False
     own_output: bool = False
+    direct_output: bool = False
     window: bool = False
     softcap: bool = False
     sinks: bool = False
@@ -122,7 +123,7 @@ class ForwardConfig:
     def q_empty_arrivals(self) -> int:
         """Arrivals that free a consumer's Q: each of its warps after the last S = Q K^T, or, where the output takes Q's
         place, the one warp that has seen it leave."""
-        return 4 if self.own_output else 1
+        return 4 if self.own_output or self.direct_output else 1
 
     # --- bytes: what one barrier phase must see --------------------------------------------------------------------
 
@@ -145,6 +146,8 @@ class ForwardConfig:
 
     @property
     def q_and_o_bytes(self) -> int:
+        if self.direct_output:
+            return self.q_bytes
         return self.q_bytes + self.o_bytes if self.own_output else max(self.q_bytes, self.o_bytes)
 
     @property
@@ -218,6 +221,10 @@ class ForwardConfig:
         """Self, with memory of its own for the output where shared memory has room for it."""
         roomier = replace(self, own_output=True)
         return roomier if roomier.smem_bytes <= SMEM_LIMIT else self
+
+    def with_output(self) -> "ForwardConfig":
+        roomier = self.with_room()
+        return roomier if roomier.own_output else replace(self, direct_output=True)
 
     def validate(self) -> "ForwardConfig":
         """Returns self, or raises ValueError with the broken rule and, where it is one of room, the budget."""
@@ -302,4 +309,4 @@ def forward_config(
         causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
         dynamic=causal and (widest > 128 or rows >= DYNAMIC_CAUSAL),
     )  # fmt: skip
-    return config.with_room().validate()
+    return config.with_output().validate()

@@ -149,11 +149,15 @@ class Consumer:
             softmax.scale_rows(acc_O, row_scale)
             if const_expr(mLSE is not None):
                 self.store_lse(mLSE[batch, None, None], head, row_lse, first_row)
-            gO = cute.local_tile(mO[None, None, head, batch], (WGMMA_M, cfg.head_dim_v), (None, 0))
-            self.store_output(tma_O, acc_O, gO[None, None, m_block * cfg.consumer_warpgroups + self.consumer], taken)
+            if const_expr(cfg.direct_output):
+                self.store_from_registers(acc_O, mO[None, None, head, batch], first_row)
+            else:
+                gO = cute.local_tile(mO[None, None, head, batch], (WGMMA_M, cfg.head_dim_v), (None, 0))
+                self.store_output(tma_O, acc_O, gO[None, None, m_block * cfg.consumer_warpgroups + self.consumer], taken)
             index = self.walk.next(index, taken)
             taken += 1
-        self.wait_for_store()  # shared memory must outlive the last store
+        if const_expr(not cfg.direct_output):
+            self.wait_for_store()  # shared memory must outlive the last store
 
     def scales(self, head: Int32, batch: Int32, first_row: Int32):
         """Of one tile: the factor of its scores in exp2, and the one before the softcap's tanh."""
@@ -289,12 +293,10 @@ class Consumer:
         return found != 0
 
     def stage(self, ring: Ring, block: Int32) -> Int32:
-        """Of a block, in a uniform register, where WGMMA's descriptors are computed. At d256 it is there without help, which would
-        cost one register more than there is; which of two ways leaves ptxas less to move depends on the head dim."""
-        stage, d, dv = ring.stage(block), self.config.head_dim, self.config.head_dim_v
-        if max(d, dv) > 192:
-            return stage
-        return uniform(stage) if d > 128 else cute.arch.make_warp_uniform(stage)
+        """Of a block, in a uniform register, where WGMMA's descriptors are computed. Which of two ways leaves ptxas less to move
+        depends on the head dim."""
+        wide = max(self.config.head_dim, self.config.head_dim_v) > 128
+        return (uniform if wide else cute.arch.make_warp_uniform)(ring.stage(block))
 
     @cute.jit
     def issue_qk(self, acc_S, block):
@@ -318,7 +320,7 @@ class Consumer:
     @cute.jit
     def release_q(self, taken):
         """After the tile's last S: the next Q may come, unless the output is to take its place first."""
-        if const_expr(self.config.own_output):
+        if const_expr(self.config.own_output or self.config.direct_output):
             self.Q.release(taken)
 
     @cute.jit
@@ -363,6 +365,33 @@ class Consumer:
             self.wait_for_store()
             if self.thread < WARP:
                 self.Q.release(taken)
+
+    @cute.jit
+    def store_from_registers(self, acc_O, gO, first_row):
+        """fp32 registers -> 16 bit -> neighbouring threads exchange halves -> 8 bytes a thread, whole sectors. gO `(rows, dv)`."""
+        rO = cute.make_rmem_tensor_like(acc_O, self.sO.element_type)
+        rO.store(acc_O.load().to(self.sO.element_type))
+        words = cute.recast_tensor(rO, Uint32)
+        words = cute.make_tensor(words.iterator, cute.make_layout(cute.size(rO) // 2))
+        lane = self.thread % softmax.THREADS_PER_ROW
+        odd = lane % 2 == 1
+        rows, columns = gO.shape
+        for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
+            row = first_row + softmax.row_in_tile(self.thread, r)
+            # every thread of a warp takes part in the exchange, also where its row does not exist
+            width = columns if row < cute.size(rows) else 0
+            chunks = cute.local_tile(gO[row, None], (4,), (None,))
+            for j in cutlass.range_constexpr(0, self.config.head_dim_v // 8, 2):
+                mine, other = words[r + 2 * j], words[r + 2 * j + 2]
+                sent = mine if odd else other
+                kept = other if odd else mine
+                got = cute.arch.shuffle_sync_bfly(sent, offset=1)
+                pair = cute.make_rmem_tensor(2, Uint32)
+                pair[0] = got if odd else kept
+                pair[1] = kept if odd else got
+                chunk = 2 * j + 2 * (lane % 2) + lane // 2
+                if 4 * chunk < width:
+                    cute.autovec_copy(cute.recast_tensor(pair, self.sO.element_type), chunks[None, chunk])
 
     @cute.jit
     def wait_for_store(self):

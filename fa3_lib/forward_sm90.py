@@ -123,10 +123,16 @@ class ForwardSm90:
         tma_V, mV = cpasync.make_tiled_tma_atom(
             load, mV, cute.slice_(loaded_layout, one_tile), (cfg.head_dim_v, cfg.tile_n)
         )
-        tma_O, mO = cpasync.make_tiled_tma_atom(store, mO, cute.slice_(sO_layout, one_tile), (WGMMA_M, cfg.head_dim_v))
+        tma_O = None
+        if const_expr(not cfg.direct_output):
+            tma_O, mO = cpasync.make_tiled_tma_atom(
+                store, mO, cute.slice_(sO_layout, one_tile), (WGMMA_M, cfg.head_dim_v)
+            )
 
         q_elements, o_elements = (cute.cosize(self.by_consumer(layout)) for layout in (sQ_layout, sO_layout))
-        if const_expr(not cfg.own_output):  # O in Q's place: the last consumer's may be wider than its Q
+        if const_expr(cfg.direct_output):
+            o_elements = 0
+        elif const_expr(not cfg.own_output):  # O in Q's place: the last consumer's may be wider than its Q
             q_elements, o_elements = max(q_elements, o_elements), 0
 
         @cute.struct
@@ -189,7 +195,7 @@ class ForwardSm90:
         mK: cute.Tensor,  # (sk, d, hk, b)
         tma_V: cute.CopyAtom,
         mV: cute.Tensor,  # (dv, sk, hk, b)
-        tma_O: cute.CopyAtom,
+        tma_O: cute.CopyAtom | None,
         mO: cute.Tensor,  # (rows, dv, h, b)
         mLSE: cute.Tensor | None,  # (b, h, sq)
         mSinks: cute.Tensor | None,  # (h,)
@@ -212,7 +218,8 @@ class ForwardSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in (tma_Q, tma_K, tma_V, tma_O):
-                cpasync.prefetch_descriptor(tma)
+                if const_expr(tma is not None):
+                    cpasync.prefetch_descriptor(tma)
 
         storage = cutlass.memory.SmemAllocator().allocate(self.shared_storage)
         q_type, k_type, v_type = self.dtypes

@@ -38,7 +38,7 @@ class Variant:
 
     def __str__(self) -> str:
         c = self.config
-        turns, output = "turns" if c.ping_pong else "no turns", "own O" if c.own_output else "O on Q"
+        turns, output = "turns" if c.ping_pong else "no turns", "own O" if c.own_output else "O direct"
         return f"{c.tile_m}x{c.tile_n}, {c.stages} stages, {turns}, {output}"
 
 
@@ -50,8 +50,9 @@ def variants(args: argparse.Namespace) -> list[Variant]:
         args.tile_m or [tile_m], args.tile_n or [tile_n], args.stages, args.turns, args.own_output
     ):
         config = ForwardConfig(
-            args.head_dim, args.head_dim, m, n, stages, args.causal, ping_pong=bool(turns), own_output=bool(own)
-        )
+            args.head_dim, args.head_dim, m, n, stages, args.causal,
+            ping_pong=bool(turns), own_output=bool(own), direct_output=not own, dynamic=args.causal and args.dynamic,
+        )  # fmt: skip
         problem = ""
         try:
             config.validate()
@@ -99,6 +100,7 @@ def measure(built: Sequence[Variant], case: Attention, rounds: int, burst_ms: fl
     count = timing.input_sets(case.bytes(built[0].dtype), l2_bytes)
     sets = [tuple(torch.randn(shape, dtype=dtype, device="cuda") for _ in range(3)) for _ in range(count)]
     lse = torch.empty(case.batch, case.heads, case.seqlen, device="cuda")
+    counter = torch.zeros(2, dtype=torch.int32, device="cuda")
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         q, k, v = (x.transpose(1, 2) for x in sets[0])
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
@@ -107,9 +109,9 @@ def measure(built: Sequence[Variant], case: Attention, rounds: int, burst_ms: fl
     for variant in built:
         kernel = cute.runtime.load_module(variant.path, enable_tvm_ffi=True)[SYMBOL]
 
-        def call(q, k, v, kernel=kernel):
+        def call(q, k, v, kernel=kernel, counter=counter if variant.config.dynamic else None):
             out = torch.empty_like(q)
-            kernel(q, k, v, out, lse, case.head_dim**-0.5, sms)
+            kernel(q, k, v, out, lse, None, counter, case.head_dim**-0.5, 0.0, 0, 0, sms)
             return out
 
         differences.append((call(*sets[0]).float() - expected.float()).abs().max().item())
@@ -134,7 +136,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tile-n", type=numbers, help="keys of a block; the library's by default")
     parser.add_argument("--stages", type=numbers, default=[2])
     parser.add_argument("--turns", type=numbers, default=[1], help="1: ping-pong, 0: none")
-    parser.add_argument("--own-output", type=numbers, default=[0], help="1: memory of its own for O, 0: on Q's")
+    parser.add_argument("--own-output", type=numbers, default=[0], help="1: memory of its own for O, 0: from registers")
+    parser.add_argument("--dynamic", action="store_true", help="causal tiles from a counter, not in pairs")
     parser.add_argument("--seqlen", type=numbers, default=[1024, 4096, 16384], help="16k tokens in all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--burst-ms", type=float, default=25.0)

@@ -42,7 +42,8 @@ class ForwardConfig:
             times pack_gqa or says so.
         dynamic: whether CTAs take their tiles from a counter in global memory, the long ones first, instead of by plan.
         ping_pong: whether the consumer warpgroups take turns in issuing their GEMMs.
-        own_output: whether the output tile has shared memory of its own; otherwise it takes Q's place, and the next Q waits.
+        own_output: whether the output tile has shared memory of its own.
+        direct_output: whether it goes from registers to global memory. With neither it takes Q's place, and the next Q waits.
         element_bytes: bytes of one element of Q, K and V (2 for fp16 and bf16).
         output_bytes: bytes of one element of O.
     """
@@ -222,10 +223,6 @@ class ForwardConfig:
         roomier = replace(self, own_output=True)
         return roomier if roomier.smem_bytes <= SMEM_LIMIT else self
 
-    def with_output(self) -> "ForwardConfig":
-        roomier = self.with_room()
-        return roomier if roomier.own_output else replace(self, direct_output=True)
-
     def validate(self) -> "ForwardConfig":
         """Returns self, or raises ValueError with the broken rule and, where it is one of room, the budget."""
         shape = (
@@ -243,6 +240,10 @@ class ForwardConfig:
             (self.stages in (1, 2, 4, 8), "stages must be 1, 2, 4 or 8"),
             (not (self.causal and self.window), "causal is the window whose right side is 0: one of them"),
             (self.pack_gqa in (1, 2, 4, 8, 16, 32, 64), "pack_gqa must be a power of two up to 64"),
+            (
+                not (self.own_output and self.direct_output),
+                "an output with own_output goes through that memory: no direct_output",
+            ),
             (self.causal or not self.dynamic, "dynamic tiles are for causal masks: without one all are equally long"),
         )
         for ok, rule in shape:
@@ -309,4 +310,5 @@ def forward_config(
         causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,
         dynamic=causal and (widest > 128 or rows >= DYNAMIC_CAUSAL),
     )  # fmt: skip
-    return config.with_output().validate()
+    config = config.with_room()
+    return replace(config, direct_output=not config.own_output).validate()

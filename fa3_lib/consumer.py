@@ -71,7 +71,7 @@ class Scores:
 
 
 class Consumer:
-    """One consumer warpgroup. sQ `(64, d)`, sK `(tile_n, d, stage)`, sV `(dv, tile_n, stage)`, sO `(64, dv)`."""
+    """One consumer warpgroup. sQ `(64, d)`, sK `(tile_n, d, stage)`, sV `(dv, tile_n, stage)`, sO `(64, dv)` or None."""
 
     offset = 0  # P = exp2(scaled score - maximum + offset)
 
@@ -149,14 +149,10 @@ class Consumer:
             softmax.scale_rows(acc_O, row_scale)
             if const_expr(mLSE is not None):
                 self.store_lse(mLSE[batch, None, None], head, row_lse, first_row)
-            if const_expr(cfg.direct_output):
-                self.store_from_registers(acc_O, mO[None, None, head, batch], first_row)
-            else:
-                gO = cute.local_tile(mO[None, None, head, batch], (WGMMA_M, cfg.head_dim_v), (None, 0))
-                self.store_output(tma_O, acc_O, gO[None, None, m_block * cfg.consumer_warpgroups + self.consumer], taken)
+            self.store_output(tma_O, acc_O, mO[None, None, head, batch], m_block)
             index = self.walk.next(index, taken)
             taken += 1
-        if const_expr(not cfg.direct_output):
+        if const_expr(cfg.own_output):
             self.wait_for_store()  # shared memory must outlive the last store
 
     def scales(self, head: Int32, batch: Int32, first_row: Int32):
@@ -213,12 +209,12 @@ class Consumer:
                     self.start_pair(state, done + j)
                     self.finish_with_max(state, done + j, first_row, (end - 1 - j) * tile_n, scale_log2, factor)
 
-            self.release_q(taken)
+            self.Q.release(taken)
             self.issue_pv(tOrP, acc_O, done + n_blocks - 1)
             warpgroup.wait_group(0)
             self.V.release(done + n_blocks - 1)
         else:
-            self.release_q(taken)
+            self.Q.release(taken)
         return acc_O, row_max, row_sum, None
 
     @cute.jit
@@ -318,12 +314,6 @@ class Consumer:
         warpgroup.commit_group()
 
     @cute.jit
-    def release_q(self, taken):
-        """After the tile's last S: the next Q may come, unless the output is to take its place first."""
-        if const_expr(self.config.own_output or self.config.direct_output):
-            self.Q.release(taken)
-
-    @cute.jit
     def pass_turn(self, consumer):
         following = (consumer + 1) % self.config.consumer_warpgroups
         cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + following, number_of_threads=2 * WARPGROUP)
@@ -340,19 +330,26 @@ class Consumer:
                 gLSE[head * pack + row % pack, row // pack] = row_lse[r]
 
     @cute.jit
-    def store_output(self, tma_O, acc_O, gO, taken):
-        """fp32 registers -> 16 bit -> stmatrix -> the consumer's 64 rows of shared memory -> TMA store."""
-        own_output = self.config.own_output
-        barrier = NamedBarrier.GROUP + self.consumer
-        out_type = self.sO.element_type
+    def store_output(self, tma_O, acc_O, gO, m_block):
+        """fp32 registers -> 16 bit -> the consumer's 64 rows of gO, `(rows, dv)` of one head."""
+        cfg = self.config
+        out_type = self.sO.element_type if const_expr(cfg.own_output) else gO.element_type
         rO = cute.make_rmem_tensor_like(acc_O, out_type)
         rO.store(acc_O.load().to(out_type))
-        r2s = cute.make_tiled_copy_C(cute.make_copy_atom(nvgpu.warp.StMatrix8x8x16bOp(False, 4), out_type), self.mma_pv)
-        thr_r2s = r2s.get_slice(self.thread)
+        if const_expr(cfg.own_output):
+            gO = cute.local_tile(gO, (WGMMA_M, cfg.head_dim_v), (None, 0))
+            self.store_by_tma(tma_O, rO, gO[None, None, m_block * cfg.consumer_warpgroups + self.consumer])
+        else:
+            self.store_directly(rO, gO, m_block * cfg.tile_m + self.consumer * WGMMA_M)
 
-        # the memory is free: the output before has left it, or every warp has read its last Q there
-        if const_expr(own_output):
-            self.wait_for_store()
+    @cute.jit
+    def store_by_tma(self, tma_O, rO, gO):
+        """Registers -> stmatrix -> shared memory -> TMA store, which goes on while the next tile begins."""
+        barrier = NamedBarrier.GROUP + self.consumer
+        store = cute.make_copy_atom(nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.sO.element_type)
+        r2s = cute.make_tiled_copy_C(store, self.mma_pv)
+        thr_r2s = r2s.get_slice(self.thread)
+        self.wait_for_store()  # the output before has left the memory
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
         cute.copy(r2s, thr_r2s.retile(rO), thr_r2s.partition_D(self.sO))
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -361,37 +358,29 @@ class Consumer:
             tOsO, tOgO = partition_tma(tma_O, self.sO, gO)
             cute.copy(tma_O, tOsO, tOgO)
             cute.arch.cp_async_bulk_commit_group()
-        if const_expr(not own_output):
-            self.wait_for_store()
-            if self.thread < WARP:
-                self.Q.release(taken)
 
     @cute.jit
-    def store_from_registers(self, acc_O, gO, first_row):
-        """fp32 registers -> 16 bit -> neighbouring threads exchange halves -> 8 bytes a thread, whole sectors. gO `(rows, dv)`."""
-        rO = cute.make_rmem_tensor_like(acc_O, self.sO.element_type)
-        rO.store(acc_O.load().to(self.sO.element_type))
-        words = cute.recast_tensor(rO, Uint32)
-        words = cute.make_tensor(words.iterator, cute.make_layout(cute.size(rO) // 2))
+    def store_directly(self, rO, gO, first_row):
+        """Registers -> global memory, 8 bytes a thread. Of two groups of 8 columns, of which each thread has 2 columns, neighbouring
+        threads exchange halves, so that a thread has 4 columns of one, and a row's four threads write a sector of 32 bytes."""
+        words = cute.make_tensor(cute.recast_ptr(rO.iterator, dtype=Uint32), cute.make_layout(cute.size(rO) // 2))
         lane = self.thread % softmax.THREADS_PER_ROW
         odd = lane % 2 == 1
         rows, columns = gO.shape
         for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
             row = first_row + softmax.row_in_tile(self.thread, r)
-            # every thread of a warp takes part in the exchange, also where its row does not exist
-            width = columns if row < cute.size(rows) else 0
-            chunks = cute.local_tile(gO[row, None], (4,), (None,))
-            for j in cutlass.range_constexpr(0, self.config.head_dim_v // 8, 2):
-                mine, other = words[r + 2 * j], words[r + 2 * j + 2]
-                sent = mine if odd else other
-                kept = other if odd else mine
-                got = cute.arch.shuffle_sync_bfly(sent, offset=1)
+            # all threads of a warp take part in the exchange, also where their row does not exist
+            columns_of_row = columns if row < cute.size(rows) else 0
+            pieces = cute.local_tile(gO[row, None], (4,), (None,))
+            for group in cutlass.range_constexpr(0, self.config.head_dim_v // 8, 2):
+                left, right = words[softmax.ROWS_PER_THREAD * group + r], words[softmax.ROWS_PER_THREAD * (group + 1) + r]
+                received = cute.arch.shuffle_sync_bfly(left if odd else right, offset=1)
                 pair = cute.make_rmem_tensor(2, Uint32)
-                pair[0] = got if odd else kept
-                pair[1] = kept if odd else got
-                chunk = 2 * j + 2 * (lane % 2) + lane // 2
-                if 4 * chunk < width:
-                    cute.autovec_copy(cute.recast_tensor(pair, self.sO.element_type), chunks[None, chunk])
+                pair[0] = received if odd else left
+                pair[1] = right if odd else received
+                piece = 2 * (group + lane % 2) + lane // 2
+                if 4 * piece < columns_of_row:
+                    cute.autovec_copy(cute.recast_tensor(pair, gO.element_type), pieces[None, piece])
 
     @cute.jit
     def wait_for_store(self):

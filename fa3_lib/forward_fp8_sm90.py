@@ -146,7 +146,7 @@ class Fp8Consumer(Fp8Operands, Consumer):
         if const_expr(cfg.window):
             for block in cutlass.range(done + n_full, done + n_blocks, unroll=1):
                 self.block(state, last - block, block, first_row, scales, masked=True)
-        self.release_q(taken)
+        self.Q.release(taken)  # after the tile's last S: the next Q may come
         return acc_O, row_max, row_sum, sums
 
     @cute.jit

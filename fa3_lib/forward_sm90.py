@@ -57,6 +57,8 @@ class ForwardSm90:
         self, config: ForwardConfig, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric] | None = None
     ):
         self.config = config.validate()
+        if config.own_output == config.direct_output:
+            raise ValueError(f"{config}: the output needs memory of its own or none: set own_output or direct_output")
         self.dtype = dtype
         self.dtypes = (dtype,) * 3  # of Q, K and V
         self.out_dtype = out_dtype or dtype
@@ -108,7 +110,9 @@ class ForwardSm90:
         sK_layout = hopper.make_smem_layout_b(row_major, (WGMMA_M, cfg.tile_n, cfg.head_dim), dtype, cfg.stages)
         v_rows = cfg.head_dim_v + cfg.sum_rows
         sV_layout = hopper.make_smem_layout_b(v_major, (WGMMA_M, v_rows, cfg.tile_n), dtype, cfg.stages)
-        sO_layout = hopper.make_smem_layout_epi(self.out_dtype, row_major, (WGMMA_M, cfg.head_dim_v), consumers)
+        sO_layout, tma_O = None, None
+        if const_expr(cfg.own_output):
+            sO_layout = hopper.make_smem_layout_epi(self.out_dtype, row_major, (WGMMA_M, cfg.head_dim_v), consumers)
         # what TMA makes of V: the consumers' operand or, where warps turn it, tiles as V lies in memory
         raw_layout, loaded_layout = None, self.loaded_part(sV_layout)
         if const_expr(cfg.turning_warps):
@@ -123,17 +127,10 @@ class ForwardSm90:
         tma_V, mV = cpasync.make_tiled_tma_atom(
             load, mV, cute.slice_(loaded_layout, one_tile), (cfg.head_dim_v, cfg.tile_n)
         )
-        tma_O = None
-        if const_expr(not cfg.direct_output):
+        if const_expr(cfg.own_output):
             tma_O, mO = cpasync.make_tiled_tma_atom(
                 store, mO, cute.slice_(sO_layout, one_tile), (WGMMA_M, cfg.head_dim_v)
             )
-
-        q_elements, o_elements = (cute.cosize(self.by_consumer(layout)) for layout in (sQ_layout, sO_layout))
-        if const_expr(cfg.direct_output):
-            o_elements = 0
-        elif const_expr(not cfg.own_output):  # O in Q's place: the last consumer's may be wider than its Q
-            q_elements, o_elements = max(q_elements, o_elements), 0
 
         @cute.struct
         class SharedStorage:
@@ -149,13 +146,15 @@ class ForwardSm90:
             mail_empty: Int64
             mail_wanted: Int64
             mail: cute.struct.MemRange[Int32, 2]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, q_elements], ALIGN_SWIZZLE]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sQ_layout)], ALIGN_SWIZZLE]
             k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sK_layout)], ALIGN_SWIZZLE]
             v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(sV_layout)], ALIGN_SWIZZLE]
             raw: cute.struct.Align[
                 cute.struct.MemRange[dtype, cute.cosize(raw_layout) if cfg.raw_stages else 0], ALIGN_SWIZZLE
             ]
-            o: cute.struct.Align[cute.struct.MemRange[self.out_dtype, o_elements], ALIGN_SWIZZLE]
+            o: cute.struct.Align[
+                cute.struct.MemRange[self.out_dtype, cute.cosize(sO_layout) if cfg.own_output else 0], ALIGN_SWIZZLE
+            ]
 
         self.shared_storage = SharedStorage
         self.check_size(SharedStorage.size_in_bytes())
@@ -205,7 +204,7 @@ class ForwardSm90:
         sK_layout: cute.ComposedLayout,
         sV_layout: cute.ComposedLayout,
         raw_layout: cute.ComposedLayout | None,  # of V as TMA brings it, if not as sV_layout says
-        sO_layout: cute.ComposedLayout,
+        sO_layout: cute.ComposedLayout | None,  # with config.own_output, as tma_O
         seqlen_q: Int32,
         scale_log2: Float32,
         factor: Float32,
@@ -223,11 +222,12 @@ class ForwardSm90:
 
         storage = cutlass.memory.SmemAllocator().allocate(self.shared_storage)
         q_type, k_type, v_type = self.dtypes
-        sQ = storage.q.get_tensor(self.by_consumer(sQ_layout), sQ_layout.inner, q_type)  # (64, d, consumer)
+        sQ = storage.q.get_tensor(sQ_layout.outer, sQ_layout.inner, q_type)  # (64, d, consumer)
         sK = storage.k.get_tensor(sK_layout.outer, sK_layout.inner, k_type)  # (tile_n, d, stage)
         sV = storage.v.get_tensor(sV_layout.outer, sV_layout.inner, v_type)  # (dv + sum_rows, tile_n, stage)
-        o_memory = storage.o if const_expr(cfg.own_output) else storage.q
-        sO = o_memory.get_tensor(self.by_consumer(sO_layout), swizzle=sO_layout.inner)  # (64, dv, consumer)
+        sO = None
+        if const_expr(cfg.own_output):
+            sO = storage.o.get_tensor(sO_layout.outer, swizzle=sO_layout.inner)  # (64, dv, consumer)
         K = Ring(storage.k_full.data_ptr(), storage.k_empty.data_ptr(), cfg.stages, cfg.k_bytes)
         V = Ring(storage.v_full.data_ptr(), storage.v_empty.data_ptr(), cfg.stages, cfg.v_bytes)
         # what TMA fills, (dv, tile_n, stage)
@@ -282,7 +282,7 @@ class ForwardSm90:
             cute.arch.setmaxregister_increase(cfg.consumer_registers)
             me = warp // WARPS_PER_GROUP - 1
             own_Q = Ring(q_full + me, q_empty + me, 1, q_bytes)
-            tiles = sQ[None, None, me], sK, sV, sO[None, None, me]
+            tiles = sQ[None, None, me], sK, sV, sO[None, None, me] if const_expr(cfg.own_output) else None
             consumer = self.consumer_type(
                 cfg, self.dtypes, walk, scores, me, own_Q, K, V, *tiles, descales, mLSE is not None
             )
@@ -299,16 +299,6 @@ class ForwardSm90:
         """1 KB of the configuration's sum is for barriers and alignment: with fewer bytes, one thing lies on another."""
         if not self.config.smem_bytes - 1024 < size <= self.config.smem_bytes:
             raise AssertionError(f"shared storage of {size} bytes. {self.config.budget()}")
-
-    def by_consumer(self, layout: cute.ComposedLayout) -> cute.Layout:
-        """(64, columns, consumer) of Q or O, without the swizzle. Where O takes Q's place, both of one consumer begin at the same
-        address: an O wider or narrower than Q would otherwise lie on another consumer's Q."""
-        cfg = self.config
-        if cfg.own_output or cfg.head_dim == cfg.head_dim_v:
-            return layout.outer
-        one_tile = cute.slice_(layout, (None, None, 0)).outer
-        pitch = WGMMA_M * max(cfg.head_dim, cfg.head_dim_v)
-        return cute.append(one_tile, cute.make_layout(cfg.consumer_warpgroups, stride=pitch))
 
 
 def pack_heads(x: cute.Tensor, pack: int) -> cute.Tensor:

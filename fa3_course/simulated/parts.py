@@ -225,7 +225,7 @@ async def rescale(wg: Role, acc_O, shrink: np.ndarray) -> None:
 async def epilogue(
     wg: Role,
     p: Problem,
-    staged: SharedTile,
+    staged: SharedTile | None,
     tile: tuple[int, int, int],
     me: int,
     acc_O,
@@ -236,7 +236,7 @@ async def epilogue(
     """Normalises O, stages it as 16-bit numbers in `staged` and stores it; stores LSE.
 
     Args:
-        staged: (64, dv) in shared memory that nobody else uses any more. factor: on the output, the descale of V.
+        staged: (64, dv) in shared memory that nobody else uses any more; None: O goes from registers to global memory. factor: on the output, the descale of V.
         wait: until the store has left `staged`; otherwise it stays in flight, and the next epilogue waits for it.
     """
     m, head, batch = tile
@@ -244,8 +244,12 @@ async def epilogue(
     row = m * p.config.tile_m + me * WGMMA_M
     await wg.spend("epilogue", fma=acc_O.shape[0] * acc_O.shape[1], alu=acc_O.shape[0] * acc_O.shape[1] / 2)
     await wg.store_global(p.lse, (batch, head, row), lse[None, None])
+    output = acc_O.read() * inverse * np.float32(factor)
+    if staged is None:
+        await wg.store_global(p.out, (batch, row, head, 0), output[None, :, None])
+        return
     await wg.wait_store(0)  # an output before this one has left the memory
-    await wg.store_shared(staged, acc_O.read() * inverse * np.float32(factor))
+    await wg.store_shared(staged, output)
     wg.fence_async_proxy()
     wg.tma_store(staged, p.out, (batch, row, head, 0), (1, WGMMA_M, 1, p.config.head_dim_v))
     wg.commit_store()

@@ -256,7 +256,7 @@ async def attend(
             wg.wgmma_fence()
             wg.wgmma(acc_S, t.q[me], t.k[slot].T, accumulate=False, label="QK")
             wg.commit()
-        elif c.own_output:
+        else:
             t.q_empty[me].arrive(parts.WARPS)
         if i > 0:
             await t.v_full[last_slot].wait(last_phase)
@@ -297,9 +297,7 @@ async def consumer(wg: Role, me: int, p: Problem9, t: parts.Tiles, vote: NamedBa
         acc_O.write(0.0)
         await t.q_full[me].wait(taken % 2)
         rows = await attend(wg, me, p, t, vote, tile[0], done, acc_S, tOrP, acc_O)
-        await parts.epilogue(wg, p, parts.staging(p, t, me), tile, me, acc_O, rows, wait=not c.own_output)
-        if not c.own_output:
-            t.q_empty[me].arrive()  # one warp, after the store has read the memory
+        await parts.epilogue(wg, p, t.o[me] if c.own_output else None, tile, me, acc_O, rows, wait=False)
         done += len(p.blocks(tile[0]))
     await wg.wait_store(0)  # shared memory must outlive the last store
 

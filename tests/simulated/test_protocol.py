@@ -216,6 +216,7 @@ def test_any_configuration_is_clean_and_right(data):
         changes["stages"] = data.draw(st.integers(1, 4), label="stages")
     if number in "89":
         changes["own_output"] = data.draw(st.booleans(), label="own output")
+        changes["direct_output"] = number == "9" and not changes["own_output"]
         changes["dynamic"] = number == "9" and causal
     config = replace(simulated.configuration(number, d, causal), **changes)
     if config.accumulator_registers + 24 > config.consumer_registers:

@@ -57,7 +57,7 @@ def test_scores_that_jump(dtype, kind, rows):
     """The data of the kernel's tests on the card; where a weight must grow too large, S is computed once more."""
     for causal, own_output in ((False, True), (True, False)):
         tensors = draw(130, 200, 1, kind, rows, dtype=dtype)
-        config = configuration(causal, causal, own_output=own_output)
+        config = configuration(causal, causal, own_output=own_output, direct_output=not own_output)
         out, lse, again, _ = run(tensors, config, dtype, seed=int(torch.randint(1000, ())), machine=WILD)
         assert_close_to_truth(out, lse, *tensors, causal=causal)
         if kind == "falling":

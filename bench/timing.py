@@ -44,9 +44,11 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def rotated(items: Sequence, turn: int) -> list:
-    """The items in order, beginning with another one each turn: nobody is always the first, or the last."""
+    """The items in order, beginning with another one each turn: nobody is always the first, or the last. Every second turn runs
+    backwards: nobody always follows the same one, whose heat decides what the power limit leaves to the next."""
     start = turn % len(items) if items else 0
-    return [*items[start:], *items[:start]]
+    order = [*items[start:], *items[:start]]
+    return [*order[:1], *order[:0:-1]] if turn % 2 else order
 
 
 def _repeats(budget_ms: float, one_ms: float, at_most: int = 50) -> int:

@@ -14,7 +14,7 @@ SWIZZLE_BYTES = 64  # rows of a tile are whole numbers of this swizzle (or of th
 L2_BYTES = 32 * 2**20  # what K and V of a section of heads may fill of L2's 50 MB: Q, O and the next section want some
 HEAD_DIMS = (64, 96, 128, 192, 256)  # compiled head dims; the columns between are zero-filled by TMA
 
-# setmaxnreg (producer, consumer) by number of consumer warpgroups: the sums stay within the register file
+# setmaxnreg (producer, consumer) by number of consumer warpgroups: the sums stay within what the launch allots
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
 
@@ -86,6 +86,11 @@ class ForwardConfig:
     @property
     def consumer_registers(self) -> int:
         return REGISTER_SPLIT[self.consumer_warpgroups][1]
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers per thread that the launch allots, and setmaxnreg moves about; what is left of the file nobody gets."""
+        return min(REGISTER_FILE // self.threads // 8 * 8, 255)
 
     @property
     def accumulator_registers(self) -> int:
@@ -214,7 +219,8 @@ class ForwardConfig:
         return (
             f"shared memory: Q and O {self.q_and_o_bytes} + {self.stages} stages x (K {self.k_bytes} + V {self.v_bytes})"
             f" + 1024 = {self.smem_bytes} of {SMEM_LIMIT} bytes; "
-            f"registers: 128 x ({self.producer_registers} + {self.consumer_warpgroups} x {self.consumer_registers}) = {regs} of {REGISTER_FILE}; "
+            f"registers: 128 x ({self.producer_registers} + {self.consumer_warpgroups} x {self.consumer_registers}) = {regs}"
+            f" of {self.threads} x {self.launch_registers} = {self.threads * self.launch_registers}; "
             f"S + P + O = {self.accumulator_registers} of {self.consumer_registers} per consumer thread"
         )
 
@@ -251,6 +257,11 @@ class ForwardConfig:
                 raise ValueError(f"{self}: {rule}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"{self}: shared memory exceeded. {self.budget()}")
+        handed_out = self.producer_registers + self.consumer_warpgroups * self.consumer_registers
+        if WARPGROUP * handed_out > self.threads * self.launch_registers:
+            raise ValueError(
+                f"{self}: setmaxnreg would wait for ever for registers that the launch has not allotted. {self.budget()}"
+            )
         if self.accumulator_registers + 24 > self.consumer_registers:
             raise ValueError(f"{self}: accumulators leave fewer than 24 registers for the rest. {self.budget()}")
         return self

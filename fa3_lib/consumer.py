@@ -373,7 +373,10 @@ class Consumer:
             columns_of_row = columns if row < cute.size(rows) else 0
             pieces = cute.local_tile(gO[row, None], (4,), (None,))
             for group in cutlass.range_constexpr(0, self.config.head_dim_v // 8, 2):
-                left, right = words[softmax.ROWS_PER_THREAD * group + r], words[softmax.ROWS_PER_THREAD * (group + 1) + r]
+                left, right = (
+                    words[softmax.ROWS_PER_THREAD * group + r],
+                    words[softmax.ROWS_PER_THREAD * (group + 1) + r],
+                )
                 received = cute.arch.shuffle_sync_bfly(left if odd else right, offset=1)
                 pair = cute.make_rmem_tensor(2, Uint32)
                 pair[0] = received if odd else left

@@ -14,8 +14,8 @@ FORMATS = ("e4m3", "e5m2")
 MAX_WGMMA_N = 256  # columns of one product
 TURNING_WARPS = 2  # of the producer's warpgroup, that transpose V inside the kernel
 RAW_STAGES = 2  # slots for V as it lies in memory
-# setmaxnreg where warps turn V, for which 24 registers are too few: with V up to 128 wide, and wider
-TURNING_SPLIT, WIDE_TURNING_SPLIT = REGISTER_SPLIT | {2: (40, 232)}, REGISTER_SPLIT | {2: (32, 240)}
+# setmaxnreg where warps turn V, for which 24 registers are too few
+TURNING_SPLIT = REGISTER_SPLIT | {2: (40, 232)}
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class Fp8Config(ForwardConfig):
 
     @property
     def register_split(self) -> tuple[int, int]:
-        turning = WIDE_TURNING_SPLIT if self.head_dim_v > 128 else TURNING_SPLIT
-        return (turning if self.transposes_v else REGISTER_SPLIT)[self.consumer_warpgroups]
+        return (TURNING_SPLIT if self.transposes_v else REGISTER_SPLIT)[self.consumer_warpgroups]
 
     @property
     def producer_registers(self) -> int:
@@ -152,9 +151,10 @@ ONE_LEVEL_TILES = {  # pv_columns are all that V has
     256: (128, 128, 256, True),
 }
 
-# Up to this many queries, causal or with a window, tiles have 128 rows. Fewer than with one level: two consumers that do not overlap
-# with themselves lose more (H200, full, d128, 2k: 771 against 990 TFLOP/s) than a wide tile's masked part.
-SHORT_TWO_LEVEL = 512
+# Up to this many queries, causal or with a window, tiles have 128 rows, by head dim. Fewer than with one level: two consumers that do
+# not overlap with themselves lose more (H200, full, d128, 2k: 771 against 990 TFLOP/s) than a wide tile's masked part. At 128, 1024:
+# of 128 rows, a tile leaves registers for V to be transposed inside (below; causal 1k 510 TFLOP/s, of 192 rows 468).
+SHORT_TWO_LEVEL = {64: 512, 128: 1024}
 
 # Up to this many queries without a causal mask, over all heads that read one KV head, V is transposed inside the kernel: again for each
 # tile of queries, but without a kernel of its own, which takes 20 us for 16k tokens (H200, TFLOP/s, inside, against that kernel and
@@ -191,11 +191,11 @@ def fp8_config(
     d, dv = (next(d for d in HEAD_DIMS if d >= x) for x in (head_dim, head_dim_v))
     tile_m, tile_n, widest_part, ping_pong = (TILES if two_level else ONE_LEVEL_TILES)[max(d, dv)]
     rows = float("inf") if seqlen_q is None else seqlen_q * pack_gqa
-    if (causal or window) and rows <= (SHORT_TWO_LEVEL if two_level else SHORT_CAUSAL):
+    if (causal or window) and rows <= (SHORT_TWO_LEVEL.get(max(d, dv), 0) if two_level else SHORT_CAUSAL):
         tile_m = min(tile_m, WARPGROUP)
     if max(d, dv) == 256 and softcap and not two_level:  # 240 registers have no room for 128 keys with it
         tile_n = 64
-    # the 160 registers of three consumers have no room for these, nor, below, for V turned beside a causal mask
+    # the 160 registers of three consumers have no room for these
     wide = max(d, dv) > 64
     if tile_m == 192 and (softcap if not two_level else wide and (causal or window) and (pack_gqa > 1 or block_scales)):
         tile_m = WARPGROUP
@@ -207,5 +207,6 @@ def fp8_config(
         two_level=two_level, pv_columns=pv_columns,
         block_scales=block_scales, **dict(zip(("q_format", "k_format", "v_format"), formats, strict=True)),
     )  # fmt: skip
-    turning = replace(config, transposes_v=transposes_v and not (tile_m == 192 and wide and causal))
+    registers_left = not causal or not wide or (tile_m == WARPGROUP and max(d, dv) <= 128)
+    turning = replace(config, transposes_v=transposes_v and registers_left)
     return (turning if turning.smem_bytes <= SMEM_LIMIT else config).validate()

@@ -20,19 +20,20 @@ MAX_CYCLES = 1e9  # of a launch: a kernel that still runs is taken for one that 
 
 
 class RegisterPool:
-    """The register file of the CTA: what the warpgroups hold, and who waits for more.
+    """The registers of the CTA: what the warpgroups hold, and who waits for more.
 
-    Roles of one warp may share a warpgroup; it gives registers back when all of them have asked for fewer.
+    `size` is what the launch allotted, the share of each thread times the threads: up to 7 registers a thread fewer than the
+    file has, since a share is a multiple of 8, and nobody gets those. Roles of one warp may share a warpgroup; it gives registers back when all of them have asked for fewer.
     """
 
     def __init__(self, sm: "SM"):
-        self.sm = sm
+        self.sm, self.size = sm, sm.machine.registers
         self.waiters: list[tuple[Role, int, Waiting]] = []
 
     def words(self) -> str:
         """The sum in words."""
         terms = [f"{group} {threads} x {registers}" for group, threads, registers in self._groups({})]
-        return f"{' + '.join(terms)} = {self.used()} of {self.sm.machine.registers}"
+        return f"{' + '.join(terms)} = {self.used()} of {self.size}"
 
     def threads(self) -> int:
         """Threads of the CTA in whole warpgroups."""
@@ -64,7 +65,7 @@ class RegisterPool:
             served = False
             for entry in list(self.waiters):
                 role, count, waiting = entry
-                if self.used({role.name: count}) <= self.sm.machine.registers:
+                if self.used({role.name: count}) <= self.size:
                     role.registers_per_thread = count
                     self.waiters.remove(entry)
                     waiting.finish(self.sm.machine.setmaxnreg_latency)
@@ -203,6 +204,7 @@ class SM:
                 Kind.REGISTER_BUDGET,
                 f"{threads} threads leave {share} registers each of {self.machine.registers}; at least 24",
             )
+        self.register_pool.size = threads * share
         for role in self.roles:
             role.registers_per_thread = share
 

@@ -39,6 +39,8 @@ def test_every_item_comes_first_once():
     items = list("abcd")
     turns = [timing.rotated(items, turn) for turn in range(len(items))]
     assert sorted(turn[0] for turn in turns) == items and all(sorted(turn) == items for turn in turns)
+    before = [dict(zip(turn[1:], turn, strict=False)) for turn in turns]
+    assert all(len({turn.get(item) for turn in before}) > 2 for item in items), "never after the same one only"
     assert timing.rotated([], 3) == []
 
 

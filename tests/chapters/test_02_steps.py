@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fa3_course import paths, rungs
-from tests.tolerance import assert_close_to_truth
+from tests.tolerance import assert_close_to_truth, assert_repeats_are_bit_equal
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("CuTe DSL has Linux wheels only", allow_module_level=True)
@@ -198,10 +198,8 @@ def test_repeats_are_bit_equal(number):
     for d in (64, 128, 256):
         q, k, v = draw(4, 777, 777, 6, 2, d)
         attention = rungs.find(number).module().attention
-        out, lse = attention(q, k, v, causal=True)
-        for _ in range(200):
-            again = attention(q, k, v, causal=True)
-            assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+        call = functools.partial(attention, q, k, v, causal=True)
+        assert_repeats_are_bit_equal(lambda run, call=call: call(), 200)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 from fa3_lib import reference
 from fa3_lib.config import ceil_div
 from tests.fa3_lib import masked_truth
+from tests.tolerance import assert_at_most, largest_error
 
 # nats above the kept maximum at which one weight alone is too large (`fa3_lib.consumer.Consumer.largest_sum`)
 LIMITS = {torch.float16: 14 * math.log(2), torch.bfloat16: 40 * math.log(2)}
@@ -87,9 +88,9 @@ def assert_close_to_truth(out, lse, q, k, v, **mask) -> None:
         q.shape[1], k.shape[1], mask.get("causal", False), mask.get("window_size", (-1, -1)), q.device
     )
     weights = (scores - true_lse[..., None]).exp().masked_fill(~allowed, 0.0).nan_to_num(0.0)
-    bound = 2.0**-20
+    errors = [torch.tensor(2.0**-20, dtype=torch.float64, device=q.device)]
     for factor in (2 ** (torch.arange(8) / 8 + 0.03)).tolist():
         rounded = ((weights * factor).to(q.dtype).float() @ vt.float() / factor).to(q.dtype).transpose(1, 2)
-        bound = max(bound, 3 * (rounded.double() - truth).abs().max().item())
-    error = (out.double() - truth).abs().max()
-    assert error <= bound, f"out: error {error:.3e}, with weights rounded once {bound / 3:.3e}"
+        errors.append(3 * largest_error(rounded, truth))
+    allowed = torch.stack(errors).nan_to_num(0.0).amax()
+    assert_at_most([("out: error beside weights rounded once", largest_error(out, truth), allowed)])

@@ -16,7 +16,7 @@ from fa3_lib.config import ForwardConfig
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl has wheels for Linux only")
 
-KEY = (ForwardConfig(64, 64, 64, 64), torch.bfloat16, True)
+KEY = (ForwardConfig(64, 64, 64, 64, own_output=True), torch.bfloat16, True)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_damaged_files_are_rebuilt(cache, compiles, damage):
 
 def test_the_key_holds_everything_the_machine_code_depends_on(monkeypatch):
     keys = {compiler.cache_key(*KEY)}
-    keys.add(compiler.cache_key(ForwardConfig(64, 64, 64, 64, causal=True), *KEY[1:]))
+    keys.add(compiler.cache_key(ForwardConfig(64, 64, 64, 64, own_output=True, causal=True), *KEY[1:]))
     keys.add(compiler.cache_key(KEY[0], torch.float16, True))
     keys.add(compiler.cache_key(*KEY[:2], False))
     for name, value in (("DEVICE_SOURCES", ("config.py",)), ("VERSIONED_PACKAGES", ("torch",))):
@@ -140,7 +140,7 @@ def test_processes_do_not_collide(tmp_path):
     """Four processes want the same kernel at once: each gets it, and one file is left."""
     code = (
         "import torch; from fa3_lib import compiler; from fa3_lib.config import ForwardConfig;"
-        "compiler.forward_kernel(ForwardConfig(64, 64, 64, 64), torch.bfloat16, True)"
+        "compiler.forward_kernel(ForwardConfig(64, 64, 64, 64, own_output=True), torch.bfloat16, True)"
     )
     env = {**os.environ, "FA3_LIB_CACHE_DIR": str(tmp_path)}
     workers = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]

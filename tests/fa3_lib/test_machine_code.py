@@ -47,6 +47,12 @@ def boxes(columns):
     return 2 * columns // next(width for width in (128, 64) if 2 * columns % width == 0)
 
 
+def test_an_output_in_qs_place_is_another_kernels():
+    config = c.ForwardConfig(64, 64, 128, 128)
+    with pytest.raises(ValueError, match="set own_output or direct_output"):
+        forward_sm90.compile_forward(config, torch.bfloat16)
+
+
 def direct_stores(config):
     """Of 8 bytes a thread, each of which has two rows' share of 16 columns in as many of them."""
     return 2 * config.head_dim_v // 16 if config.direct_output else 0
@@ -74,7 +80,7 @@ def test_machine_code(d, dv, features, dtype):
     report, opcodes = compiled(config, dtype)
     assert report.problems() == []  # no spill, no stack, no local memory, no ptxas advisory
     # at launch the register file is shared evenly; setmaxnreg then moves registers to the consumers
-    assert report.registers == c.REGISTER_FILE // config.threads // 8 * 8
+    assert report.registers == config.launch_registers
     assert report.count("USETMAXREG") == 2
     assert config.q_and_o_bytes < report.smem <= config.smem_bytes
 

@@ -1,5 +1,6 @@
 """The forward kernel's windows, softcap, sinks and packed heads on a Hopper against the fp64 truth."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 
 from fa3_lib import checks, flash_attn_func, interface
 from tests.fa3_lib.masked_truth import assert_close_to_truth, random_mask
+from tests.tolerance import assert_repeats_are_bit_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -207,10 +209,9 @@ def test_repeats_are_bit_equal(d, features):
     """With any number of CTAs, too: a row's sums are formed in one order."""
     q, k, v = draw(3, 777, 777, 8, 2, d)
     arguments = with_sinks(features, 8)
-    expected = attend(q, k, v, **arguments)
-    for run in range(50):
-        again = flash_attn_func(q, k, v, return_attn_probs=True, sm_margin=run, **arguments)
-        assert all(torch.equal(a, e) for a, e in zip(again, expected, strict=True))
+    call = functools.partial(flash_attn_func, q, k, v, return_attn_probs=True, **arguments)
+    assert_repeats_are_bit_equal(lambda run: call(sm_margin=run), 50)
+    expected = call()
     alone = flash_attn_func(q, k, v, return_attn_probs=True, sm_margin=checks.hopper_sms(q.device) - 1, **arguments)
     assert all(torch.equal(a, e) for a, e in zip(alone, expected, strict=True))
 

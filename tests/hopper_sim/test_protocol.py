@@ -269,6 +269,30 @@ def test_setmaxnreg_waits_for_what_others_give_back():
     assert sm.run().cycles > 5000
 
 
+@pytest.mark.parametrize(
+    "consumers, given, taken, fits", ((2, 24, 240, True), (2, 40, 232, True), (2, 32, 240, False), (3, 32, 160, True))
+)
+def test_setmaxnreg_hands_out_what_the_launch_allotted(consumers, given, taken, fits):
+    """384 threads have 168 registers each, 64,512 of 65,536: with 32 + 2 x 240 per thread the last one waits for ever."""
+
+    async def producer(wg):
+        await wg.setmaxnreg(given)
+
+    async def consumer(wg):
+        await wg.setmaxnreg(taken)
+
+    sm = SM()
+    sm.role("producer", producer)
+    for i in range(consumers):
+        sm.role(f"consumer{i}", consumer)
+    if fits:
+        sm.run()
+        return
+    with pytest.raises(Fault, match="of 64512") as verdict:
+        sm.run()
+    assert verdict.value.kind == Kind.REGISTER_BUDGET
+
+
 def test_patched_wants_the_line_exactly_once():
     with pytest.raises(Fault, match="occurs 0 times"):
         patched(ring, "no such line", "pass")

@@ -154,7 +154,10 @@ def version(*packages: str) -> str | None:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """(commit, whether tracked files differ from it); outside a git checkout the commit that FA3_BENCH_COMMIT names, or None."""
+    """(commit, whether tracked files differ from it). FA3_BENCH_COMMIT, where it is set, names the commit that a copy without the
+    checkout's history was made from; nothing is known of differences then. Neither: None."""
+    if os.environ.get("FA3_BENCH_COMMIT"):
+        return os.environ["FA3_BENCH_COMMIT"], None
     try:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
@@ -168,7 +171,7 @@ def git_state() -> tuple[str | None, bool | None]:
             timeout=20,
         )
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("FA3_BENCH_COMMIT"), None
+        return None, None
     return commit.stdout.strip(), bool(status.stdout.strip())
 
 

@@ -316,6 +316,11 @@ def forward_config(
         tile_n = 96
     if (tile_d, tile_dv) == (128, 128) and not (causal or window or softcap) and rows >= LONG_FULL:
         tile_n = 160
+    if causal and (tile_d, tile_dv) == (
+        128,
+        128,
+    ):  # H200: 1 to 2 % faster with turns, whereas without a mask they cost 2 to 4 %
+        ping_pong = True
     config = ForwardConfig(
         tile_d, tile_dv, tile_m, tile_n,
         causal=causal, ping_pong=ping_pong, window=window, softcap=softcap, sinks=sinks, pack_gqa=pack_gqa,

@@ -3,7 +3,8 @@
     Q, K        e4m3 or e5m2, as they lie in memory; V transposed, its keys in the order of P's registers
                 (`quantize.transpose_v`), since WGMMA takes 8-bit operands with contiguous keys only; or as it
                 lies in memory, and warps transpose it on its way (`turn_v.py`)
-    P           exp2(scaled score - maximum + offset), rounded to e4m3 in the registers that S leaves
+    P           exp2(scaled score - maximum + offset), rounded to e4m3 in the registers that S leaves; with two levels every third one
+                by two FFMA and a shift, to 3 %, since the MUFU is the longest queue (`softmax.exp2_of`)
     T, O        T = P V of one key block starts at zero; O = O * shrink + T in fp32. A sum that stayed in the tensor core's
                 accumulator, of about 13 bits, would stop growing (two_level=False does that)
     sums        V has 8 rows of ones below it: T's last columns are the sums of rounded P, which the output is divided by. No
@@ -171,8 +172,14 @@ class Fp8Consumer(Fp8Operands, Consumer):
             shrink = softmax.step(acc_S, row_max, row_sum, scale_log2, True, self.offset, k_scale)
             pack(acc_S, words_of(tOrP))
         else:
-            self.weights_without_max(state, acc_S, words_of(tOrP), block, scale_log2, factor, k_scale)
-            self.K.release(block)
+            self.scores.prepare(acc_S, factor, self.thread, 0, 0, masked=False)
+            block_sum = softmax.weights(
+                acc_S, row_max, scale_log2, self.offset, k_scale, self.with_lse, cfg.software_exp2, keep_nan=False
+            )
+            excess = pack(acc_S, words_of(tOrP))
+            if const_expr(not cfg.votes_under_pv):
+                self.mend_weights(state, acc_S, tOrP, None, excess, block_sum, block, scale_log2, factor, k_scale)
+                self.K.release(block)
 
         self.V.wait(block)
         T = []
@@ -181,6 +188,9 @@ class Fp8Consumer(Fp8Operands, Consumer):
                 cute.make_rmem_tensor(self.mma_t[part].partition_shape_C((WGMMA_M, cfg.part_columns(part))), Float32)
             )
             self.issue_part(tOrP, T[part], block, part)
+            if const_expr(not masked and cfg.votes_under_pv):
+                self.mend_weights(state, acc_S, tOrP, T[0], excess, block_sum, block, scale_log2, factor, k_scale)
+                self.K.release(block)
             if const_expr(part + 1 >= cfg.parts_in_flight):
                 warpgroup.wait_group(cfg.parts_in_flight - 1)
                 finished = part + 1 - cfg.parts_in_flight
@@ -191,18 +201,20 @@ class Fp8Consumer(Fp8Operands, Consumer):
             self.add(acc_O, sums, T[part], part, v_scale, shrink)
 
     @cute.jit
-    def weights_without_max(self, state, acc_S, words, block, scale_log2, factor, k_scale):
-        """acc_S and words become the weights of a block that every row sees, with the maximum of the blocks before it.
+    def mend_weights(self, state, acc_S, tOrP, acc_T, excess, block_sum, block, scale_log2, factor, k_scale):
+        """Ends the softmax of a block that every row sees: its weights, in tOrP, have the maximum of the blocks before it.
 
         As in `Consumer.finish_unmasked`; but weights may grow to 2^(8 - offset) times the one of the maximum only: not far
         above, e4m3 would saturate. Every row whose rounded weights say so is raised, and no other, so that a row's bits depend on
         that row alone. That the largest weight is rounded matters little here: the divisor is the sum of rounded weights.
+
+        With acc_T, P V is under way in it, one product, and computed once more where a weight was too large. It is there on return.
         """
         acc_O, sums, row_max, row_sum = state
-        self.scores.prepare(acc_S, factor, self.thread, 0, 0, masked=False)
-        block_sum = softmax.weights(acc_S, row_max, scale_log2, self.offset, k_scale, self.with_lse)
-        excess = pack(acc_S, words)
-        if self.any_thread((excess[0] | excess[1]) & TOO_LARGE != 0):
+        too_large = self.any_thread((excess[0] | excess[1]) & TOO_LARGE != 0)
+        if const_expr(acc_T is not None):
+            warpgroup.wait_group(0)
+        if too_large:
             self.issue_qk(acc_S, block)
             warpgroup.wait_group(0)
             self.scores.prepare(acc_S, factor, self.thread, 0, 0, masked=False)
@@ -210,14 +222,20 @@ class Fp8Consumer(Fp8Operands, Consumer):
             for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
                 concerned[r] = Float32(0.0) if excess[r] & TOO_LARGE == 0 else Float32(1.0)
             shrink = softmax.raise_max(acc_S, row_max, concerned, scale_log2, k_scale)
-            new_sum = softmax.weights(acc_S, row_max, scale_log2, self.offset, k_scale, self.with_lse)
-            pack(acc_S, words)
+            new_sum = softmax.weights(
+                acc_S, row_max, scale_log2, self.offset, k_scale, self.with_lse, self.config.software_exp2
+            )
+            pack(acc_S, words_of(tOrP))
+            if const_expr(acc_T is not None):
+                self.issue_part(tOrP, acc_T, block, 0)
             softmax.scale_rows(acc_O, shrink)
             for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
                 sums[r] = sums[r] * shrink[r]
                 if const_expr(self.with_lse):
                     row_sum[r] = row_sum[r] * shrink[r]
                     block_sum[r] = new_sum[r]
+            if const_expr(acc_T is not None):
+                warpgroup.wait_group(0)
         if const_expr(self.with_lse):
             for r in cutlass.range_constexpr(softmax.ROWS_PER_THREAD):
                 row_sum[r] = row_sum[r] + block_sum[r]

@@ -5,6 +5,7 @@ each of them the columns `8 * j + 2 * (t % 4) + e`, j = 0..N/8-1, e = 0, 1. Four
 """
 
 import math
+import struct
 
 import cutlass
 import cutlass.cute as cute
@@ -133,8 +134,14 @@ def weights(
     offset: cutlass.Constexpr = 0,
     key_scale: Float32 | None = None,
     sums_wanted: cutlass.Constexpr = True,
+    software_exp2: cutlass.Constexpr = 0,
+    keep_nan: cutlass.Constexpr = True,
 ) -> cute.Tensor | None:
-    """acc_S becomes P as `step` has it, with the row_max of earlier blocks; returns this thread's sums of P, if they are wanted."""
+    """acc_S becomes P as `step` has it, with the row_max of earlier blocks; returns this thread's sums of P, if they are wanted.
+
+    software_exp2: of a thread's weights in a row every so manieth comes from `exp2_of`, without the MUFU; 0: none. These are 2^9
+    instead of NaN unless keep_nan.
+    """
     scores = by_rows(acc_S)
     p_scale = scale_log2 if const_expr(key_scale is None) else scale_log2 * key_scale
     block_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) if const_expr(sums_wanted) else None
@@ -142,14 +149,49 @@ def weights(
         max_scaled = row_max[r] * scale_log2
         if const_expr(offset):
             max_scaled = max_scaled - offset
+        below_top = (max_scaled + EXP2_TOP) * (1 / EXP2_RANGE)
         sums = [Float32(0.0)] * CHAINS
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            scores[r, c] = cute.math.exp2(scores[r, c] * p_scale - max_scaled, fastmath=True)
+            if const_expr(is_multiple(c + 1, software_exp2)):
+                x = scores[r, c] * p_scale - max_scaled
+                scores[r, c] = exp2_of(scores[r, c], p_scale * (-1 / EXP2_RANGE), below_top)
+                if const_expr(keep_nan):
+                    scores[r, c] = x if x != x else scores[r, c]
+            else:
+                scores[r, c] = cute.math.exp2(scores[r, c] * p_scale - max_scaled, fastmath=True)
             if const_expr(sums_wanted):
                 sums[c % CHAINS] = sums[c % CHAINS] + scores[r, c]
         if const_expr(sums_wanted):
             block_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
     return block_sum
+
+
+def is_multiple(x: int, n: int) -> bool:
+    return n > 0 and x % n == 0
+
+
+# 2^x for x = EXP2_TOP - EXP2_RANGE * y, y within [0, 1], without the MUFU. The integer that starts with x + 127 and goes on with the
+# fraction of x is the float (1 + fraction) * 2^floor(x): too large by 0 to 6 %. Less EXP2_MEAN, it is right on average, and off
+# by 3 % at most, where e4m3 rounds by 6 %.
+EXP2_TOP = 9.0  # what is above, or NaN, becomes 2^9 (about), which the caller must not use
+EXP2_MEAN = 0.0562
+EXP2_RANGE = round((EXP2_TOP - EXP2_MEAN + 127) * 2**14) / 2**14  # y = 1 is the float 0
+
+
+def exp2_of(score: Float32, scale: Float32, top: Float32) -> Float32:
+    """2^x for y = score * scale + top, by two FFMA and a shift: y ends at 0 and 1, NaN is 0; the sum with 512 puts 14 digits of
+    x's fraction, and those of its integer part, at the end of a mantissa."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 y; .reg .b32 word; fma.rn.sat.f32 y, {$r0}, {$r1}, {$r2}; "
+        f"fma.rn.f32 y, y, {ptx_float(-EXP2_RANGE)}, {ptx_float(512 + EXP2_RANGE)}; "
+        "mov.b32 word, y; shl.b32 word, word, 9; mov.b32 {$w0}, word; }",
+        write_only_types=[Float32],
+        read_only_args=[score, scale, top],
+    )
+
+
+def ptx_float(x: float) -> str:
+    return "0f" + struct.pack(">f", x).hex()
 
 
 @cute.jit

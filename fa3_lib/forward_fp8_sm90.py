@@ -3,8 +3,8 @@
     Q, K        e4m3 or e5m2, as they lie in memory; V transposed, its keys in the order of P's registers
                 (`quantize.transpose_v`), since WGMMA takes 8-bit operands with contiguous keys only; or as it
                 lies in memory, and warps transpose it on its way (`turn_v.py`)
-    P           exp2(scaled score - maximum + offset), rounded to e4m3 in the registers that S leaves; with two levels every third one
-                by two FFMA and a shift, to 3 %, since the MUFU is the longest queue (`softmax.exp2_of`)
+    P           exp2(scaled score - maximum + offset), rounded to e4m3 in the registers that S leaves; with two levels and without an LSE
+                every third one by two FFMA and a shift, to 3 %, since the MUFU is the longest queue (`softmax.exp2_of`)
     T, O        T = P V of one key block starts at zero; O = O * shrink + T in fp32. A sum that stayed in the tensor core's
                 accumulator, of about 13 bits, would stop growing (two_level=False does that)
     sums        V has 8 rows of ones below it: T's last columns are the sums of rounded P, which the output is divided by. No
@@ -102,6 +102,11 @@ class Fp8Consumer(Fp8Operands, Consumer):
             rows = self.mma_t[part].get_slice(self.thread).partition_B(rows_of(sV, part * config.pv_columns, width))
             self.tTrV.append(self.mma_t[part].make_fragment_B(rows))
 
+    @property
+    def software_exp2(self) -> int:
+        """Not where an LSE is wanted: the logarithm of a sum that one weight dominates would be as wrong as that weight, by 3 %."""
+        return 0 if self.with_lse else self.config.software_exp2
+
     def block_scales(self, scales, n):
         """The scale of exp2, the softcap's factor, k's and v's descale of key block n; where these are not used, None.
 
@@ -174,7 +179,7 @@ class Fp8Consumer(Fp8Operands, Consumer):
         else:
             self.scores.prepare(acc_S, factor, self.thread, 0, 0, masked=False)
             block_sum = softmax.weights(
-                acc_S, row_max, scale_log2, self.offset, k_scale, self.with_lse, cfg.software_exp2, keep_nan=False
+                acc_S, row_max, scale_log2, self.offset, k_scale, self.with_lse, self.software_exp2, keep_nan=False
             )
             excess = pack(acc_S, words_of(tOrP))
             if const_expr(not cfg.votes_under_pv):
@@ -223,7 +228,7 @@ class Fp8Consumer(Fp8Operands, Consumer):
                 concerned[r] = Float32(0.0) if excess[r] & TOO_LARGE == 0 else Float32(1.0)
             shrink = softmax.raise_max(acc_S, row_max, concerned, scale_log2, k_scale)
             new_sum = softmax.weights(
-                acc_S, row_max, scale_log2, self.offset, k_scale, self.with_lse, self.config.software_exp2
+                acc_S, row_max, scale_log2, self.offset, k_scale, self.with_lse, self.software_exp2
             )
             pack(acc_S, words_of(tOrP))
             if const_expr(acc_T is not None):

@@ -55,7 +55,8 @@ def forward(
             about 13 bits: a little faster, for contexts of a few thousand keys; over longer ones they stop growing. A CPU adds in
             fp32 whatever this says.
         out_dtype: torch.bfloat16 (None) or torch.float16.
-        with_lse: whether the log-sum-exp is wanted.
+        with_lse: whether the log-sum-exp is wanted. On a GPU without it and with two levels every third weight of an unmasked
+            block is exact to 3 % only (e4m3 rounds all by 6 %), which is faster; the bits of out then differ from those with it.
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim_v)` and lse `(batch, heads, seqlen_q)` fp32, as `flash_attn_func`'s; lse is

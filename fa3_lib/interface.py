@@ -67,7 +67,7 @@ def flash_attn_func(
             The result is the same but for rounding.
         deterministic: the forward pass gives the same bits in every run whatever this says.
         sm_margin: SMs of the device that the kernel leaves to others. A CPU has none to leave.
-        return_attn_probs: also return the log-sum-exp (the name is FlashAttention's).
+        return_attn_probs: also return the log-sum-exp (the name is FlashAttention's). In FP8 out has other bits then (`fp8.forward`).
         sinks: `(heads,)`, any float dtype: per query head one further logit (natural units, not scaled; finite or -inf) that
             belongs to no key: it enlarges the sum that the exponentials are divided by (gpt-oss; `learnable_sink` of
             FlashAttention-4, `s_aux` of vLLM).

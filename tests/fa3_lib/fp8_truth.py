@@ -65,13 +65,14 @@ def score_error(q, k, softmax_scale) -> torch.Tensor:
 def assert_right(
     result, q, k, v, q_descale=None, k_descale=None, v_descale=None, out_dtype=torch.bfloat16, **mask
 ) -> None:
-    """Raises AssertionError with both errors if (out, lse) misses the truth, or if anything is NaN or unwritten.
+    """Raises AssertionError with both errors if (out, lse) misses the truth, or if anything is NaN or unwritten. lse may be None.
 
     mask: softmax_scale, causal, window_size, softcap and sinks, as `fa3_lib.reference.attention` takes them.
     """
     out, lse = result
     q, k, v = (fp8.dequantised(x, f) for x, f in ((q, q_descale), (k, k_descale), (v, v_descale)))
     true_out, true_lse = reference.attention(q, k, v, **mask)
+    lse = true_lse.float() if lse is None else lse
     assert out.dtype == out_dtype and out.shape == true_out.shape
     assert lse.dtype == torch.float32 and lse.shape == true_lse.shape
     sees = reference.attention_mask(

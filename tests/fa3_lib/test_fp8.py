@@ -146,7 +146,9 @@ def test_configurations_without_room_are_refused():
         ({"tile_n": 48}, "tile_n must be a multiple of 32"),
         ({"own_output": False}, "own_output must be True"),
         ({"pv_columns": 48}, "pv_columns must be a multiple of 8 that divides head_dim_v"),
-        ({"two_level": False}, "pv_columns must be head_dim_v"),
+        ({"two_level": False}, "software_exp2 must be 0 or, with two_level"),
+        ({"software_exp2": -1}, "software_exp2 must be 0 or"),
+        ({"two_level": False, "software_exp2": 0}, "pv_columns must be head_dim_v"),
         ({"element_bytes": 2}, "element_bytes must be 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -217,7 +219,7 @@ def test_machine_code(config):
     } == widths
     assert ("E5M2" in str(report.opcodes)) == ("e5m2" in (config.q_format, config.k_format, config.v_format))
     # of a thread's two rows; in a block without a mask, and where it is mended
-    software = 2 * (half // 2 // config.software_exp2) if config.software_exp2 else 0
+    software = 0 if with_lse or not config.software_exp2 else 2 * (half // 2 // config.software_exp2)
     assert report.count("MUFU.EX2") == weights * half - 2 * software + 2 * maxima + (4 if config.sinks else 0)
     assert report.count("MUFU.TANH") == (weights * half if config.softcap else 0)
     # P is rounded two values at a time and never leaves its thread: shuffles are those of 2 rows' maxima, votes and sums

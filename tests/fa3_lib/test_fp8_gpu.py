@@ -45,8 +45,9 @@ def test_grid(d, causal, shape):
     for hk in (6, 2, 1):
         tensors, descales = draw(2 if max(shape) > 2048 else 9, *shape, 6, hk, d)
         # one level is for short contexts: its accumulator's 13 bits show from some thousand keys on
-        for two_level in (True, False) if shape[1] <= 2048 else (True,):
-            result = attend(*tensors, causal=causal, two_level=two_level, **descales)
+        levels = ((True, True), (True, False), (False, True)) if shape[1] <= 2048 else ((True, True), (True, False))
+        for two_level, with_lse in levels:
+            result = attend(*tensors, causal=causal, two_level=two_level, with_lse=with_lse, **descales)
             assert_right(result, *tensors, causal=causal, **descales)
 
 
@@ -62,7 +63,9 @@ def test_masks_drawn_at_random(trial):
     d, dv = one_of(HEAD_DIMS), one_of(HEAD_DIMS)
     print(f"sq {sq} sk {sk} heads {heads} d {d} dv {dv} pack_gqa {pack_gqa} {mask}")
     tensors, descales = draw(2, sq, sk, heads, 2, d, dv)
-    assert_right(attend(*tensors, pack_gqa=pack_gqa, **mask, **descales), *tensors, **mask, **descales)
+    for with_lse in (True, False):  # different kernels: the latter computes some exponentials without the MUFU
+        result = attend(*tensors, pack_gqa=pack_gqa, with_lse=with_lse, **mask, **descales)
+        assert_right(result, *tensors, **mask, **descales)
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
@@ -76,7 +79,7 @@ def test_formats_and_descales_of_blocks(d):
         out_dtype = (torch.bfloat16, torch.float16)[i % 2]
         for by_block in (False, True):
             tensors, descales = draw(2, 300, 461, 6, 2, d, dtypes=dtypes, by_block=by_block)
-            result = attend(*tensors, out_dtype=out_dtype, **mask, **descales)
+            result = attend(*tensors, out_dtype=out_dtype, with_lse=i % 4 > 1, **mask, **descales)
             assert_right(result, *tensors, out_dtype=out_dtype, **mask, **descales)
 
 
@@ -90,8 +93,9 @@ def test_scores_that_jump(d, by_block):
     for spot in torch.randint(1200, (12,)).tolist():  # visited from the last key to the first
         boost[:, spot] = 4.0 * (1200 - spot) / 1200 + 1.0
     k = (k.float() * boost).to(E4M3)
-    for causal in (False, True):
-        assert_right(attend(q, k, v, causal=causal, **descales), q, k, v, causal=causal, **descales)
+    for causal, with_lse in itertools.product((False, True), (True, False)):
+        result = attend(q, k, v, causal=causal, with_lse=with_lse, **descales)
+        assert_right(result, q, k, v, causal=causal, **descales)
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
@@ -104,6 +108,8 @@ def test_rows_know_nothing_of_each_other(d):
     out, lse = attend(wild, k, v, **descales)
     keep = torch.arange(192, device="cuda") % 3 != 0
     assert torch.equal(out[:, keep], expected[:, keep]) and torch.equal(lse[:, :, keep], expected_lse[:, :, keep])
+    out, expected = (attend(x, k, v, with_lse=False, **descales)[0] for x in (wild, q))
+    assert torch.equal(out[:, keep], expected[:, keep])
 
 
 def test_other_head_dims_scales_and_no_descales():
@@ -121,7 +127,7 @@ def test_no_keys_and_no_queries():
             assert_right(attend(*tensors, sinks=sinks, **descales), *tensors, sinks=sinks, **descales)
 
 
-def test_strided_views_a_transposed_v_and_no_lse_give_the_same_bits():
+def test_strided_views_and_a_transposed_v_give_the_same_bits():
     (q, k, v), descales = draw(2, 300, 300, 4, 4, 128)
     out, lse = attend(q, k, v, causal=True, **descales)
     packed = torch.stack([x.view(torch.uint8) for x in (q, k, v)], dim=2).unbind(2)
@@ -133,8 +139,8 @@ def test_strided_views_a_transposed_v_and_no_lse_give_the_same_bits():
         attend(q, k, transpose_v(v), causal=True, transposed=True, **descales), (out, lse), strict=True
     ):
         assert torch.equal(got, want)
-    got, none = attend(q, k, v, causal=True, with_lse=False, **descales)
-    assert torch.equal(got, out) and none is None
+    out, none = attend(q, k, v, causal=True, with_lse=False, **descales)
+    assert none is None
     public = functools.partial(flash_attn_func, causal=True)
     for call in (public, torch.compile(public, fullgraph=True)):
         assert torch.equal(call(q, k, v, **descales), out)
@@ -243,6 +249,17 @@ def test_nan_in_a_query_stays_in_its_row(d):
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_nan_in_a_key_reaches_every_row(d):
+    """Wherever it stands in its block: also where an exponential is computed that knows no NaN."""
+    (q, k, v), descales = draw(1, 200, 300, 1, 1, d)
+    for key in [*torch.randperm(24)[:12].tolist(), 130, 299]:
+        bad = k.clone()
+        bad.view(torch.uint8)[0, key, 0, 5] = 0x7F
+        for with_lse in (True, False):
+            assert attend(q, bad, v, with_lse=with_lse, **descales)[0].isnan().all(), key
+
+
 def test_extreme_descales():
     """A factor of 0 makes all scores equal; a negative or NaN one must not give numbers that look right."""
     tensors, descales = draw(2, 100, 300, 4, 2, 64)
@@ -260,7 +277,8 @@ def test_v_of_ones_over_a_long_context(d):
     q, k = (torch.randn(1, s, 2, d, device="cuda").to(E4M3) for s in (256, 65_536))
     v = torch.ones_like(k.float()).to(E4M3)
     for queries in (q, torch.zeros_like(q.float()).to(E4M3)):  # also with all weights equal
-        assert (attend(queries, k, v)[0].float() - 1).abs().max() <= 0.005
+        for with_lse in (True, False):
+            assert (attend(queries, k, v, with_lse=with_lse)[0].float() - 1).abs().max() <= 0.005
         print("one level:", attend(queries, k, v, two_level=False)[0].float().mean())
 
 
@@ -282,6 +300,7 @@ def test_repeats_are_bit_equal(d):
         (q, k, v), descales = draw(4, 777, 777, 6, 2, d)
         call = functools.partial(fp8.forward, q, k, v, d**-0.5, causal, **descales)
         assert_repeats_are_bit_equal(lambda run, call=call: call(), 200)
+        assert_repeats_are_bit_equal(lambda run, call=call: call(with_lse=False)[:1], 200)
 
 
 def test_cuda_graph_replays_on_new_inputs():

@@ -118,18 +118,21 @@ def _operator(
     v_descale: torch.Tensor | None,
     two_level: bool,
     out_dtype: torch.dtype | None,
+    with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return forward(
+    out, lse = forward(
         q, k, v, softmax_scale, causal, left, right, softcap, sinks, pack_gqa, sm_margin,
-        q_descale, k_descale, v_descale, two_level, out_dtype,
+        q_descale, k_descale, v_descale, two_level, out_dtype, with_lse,
     )  # fmt: skip
+    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse  # an operator's results are tensors
 
 
 @_operator.register_fake
 def _operator_fake(q, k, v, *arguments):
     batch, seqlen_q, heads, _ = q.shape
-    out = q.new_empty((batch, seqlen_q, heads, v.shape[-1]), dtype=arguments[-1] or OUT_DTYPES[0])
-    return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    *_, out_dtype, with_lse = arguments
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[-1]), dtype=out_dtype or OUT_DTYPES[0])
+    return out, q.new_empty((batch, heads, seqlen_q) if with_lse else 0, dtype=torch.float32)
 
 
 # Checking costs more host time than the launch, so each combination is checked once.

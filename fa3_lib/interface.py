@@ -110,11 +110,8 @@ def flash_attn_func(
     if q.dtype in FP8_DTYPES:
         from fa3_lib import fp8
 
-        arguments += (q_descale, k_descale, v_descale, two_level, out_dtype)
-        if eager:
-            out, lse = fp8.forward(q, k, v, *arguments, return_attn_probs)
-        else:
-            out, lse = torch.ops.fa3_lib.flash_attn_fp8_fwd(q, k, v, *arguments)
+        call = fp8.forward if eager else torch.ops.fa3_lib.flash_attn_fp8_fwd
+        out, lse = call(q, k, v, *arguments, q_descale, k_descale, v_descale, two_level, out_dtype, return_attn_probs)
     elif not two_level:
         raise ValueError(f"two_level=False is given and q is {q.dtype}, whose sums are fp32: pass True")
     elif out_dtype not in (None, q.dtype):

@@ -114,8 +114,9 @@ def test_flash_attn_func_takes_float8():
     compiled = torch.compile(halved, fullgraph=True, backend="eager")
     assert torch.equal(compiled(q, k, v, **descales), result[0] / 2)
     arguments = (q, k, v, 0.1, True, -1, -1, 0.0, sinks, None, 0, *descales.values(), True, torch.float16)
-    # its other checks compare float8 tensors, for which torch has no arithmetic
-    torch.library.opcheck(torch.ops.fa3_lib.flash_attn_fp8_fwd, arguments, test_utils="test_faketensor")
+    for with_lse in (True, False):  # its other checks compare float8 tensors, for which torch has no arithmetic
+        operator = torch.ops.fa3_lib.flash_attn_fp8_fwd
+        torch.library.opcheck(operator, (*arguments, with_lse), test_utils="test_faketensor")
 
     blocks, by_block = draw(1, 130, 130, 4, 2, 32, by_block=True)
     for change, message in (

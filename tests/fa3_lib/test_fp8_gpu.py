@@ -139,11 +139,13 @@ def test_strided_views_and_a_transposed_v_give_the_same_bits():
         attend(q, k, transpose_v(v), causal=True, transposed=True, **descales), (out, lse), strict=True
     ):
         assert torch.equal(got, want)
-    out, none = attend(q, k, v, causal=True, with_lse=False, **descales)
+    fast, none = attend(q, k, v, causal=True, with_lse=False, **descales)
     assert none is None
     public = functools.partial(flash_attn_func, causal=True)
     for call in (public, torch.compile(public, fullgraph=True)):
-        assert torch.equal(call(q, k, v, **descales), out)
+        assert torch.equal(call(q, k, v, **descales), fast)
+        for got, want in zip(call(q, k, v, return_attn_probs=True, **descales), (out, lse), strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("d", (64, 80, 128, 256))

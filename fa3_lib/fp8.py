@@ -124,7 +124,7 @@ def _operator(
         q, k, v, softmax_scale, causal, left, right, softcap, sinks, pack_gqa, sm_margin,
         q_descale, k_descale, v_descale, two_level, out_dtype, with_lse,
     )  # fmt: skip
-    return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse  # an operator's results are tensors
+    return out, lse if with_lse else out.new_empty(0, dtype=torch.float32)  # an operator's results are tensors
 
 
 @_operator.register_fake

@@ -183,10 +183,8 @@ def test_the_text_says_what_the_stored_rows_say():
     full, causal, one_level = (
         [ratio[name, d] for d in (64, 128, 256)] for name in ("the same, full", "the same, causal", "one level / FA3")
     )
-    assert min(full[:2]) > 1.03 and full[2] < 0.95 and max(causal) < 1
-    assert 0.95 < min(one_level) < max(one_level) < 1.05
-    rows = {(r.causal, r.seqlen): r.tflops for r in speeds.select(kernel="fa3_lib", head_dim=64)}
-    assert 0.77 < rows[True, 16_384] / rows[False, 16_384] < 0.85  # "a fifth"
+    assert min(*full[:2], *causal[:2]) > 1.05 and max(full[2], causal[2]) < 0.97
+    assert 0.95 < min(one_level) < max(one_level) < 1.07
 
     longest = max(row.seqlen for row in errors.rows)
     for question in ("V = 1", "V = 1, equal scores", "V has a mean"):

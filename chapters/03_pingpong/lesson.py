@@ -883,7 +883,7 @@ by_stages = [predicted("7", replace(TILES["d 64"], own_output=False, stages=s)) 
 print(f"d 64, rung 7, simulated: four stages over two: {by_stages[1] / by_stages[0]:.2f} times")
 
 # %% [markdown]
-# The red line is the limit. At head dim 256 shared memory is full with 80 keys per block, and the output has to take Q's place. At head dim 64 three consumers'
+# The red line is the limit. At head dim 256 shared memory is full with 80 keys per block, and the output has no place of its own: it takes Q's (rung 8), or goes from registers to global memory (the library). At head dim 64 three consumers'
 # registers are full while half of the shared memory is
 # empty; four stages would fit, and the last line says what they bring. And 192 rows at head dim 128, which FA3's authors call a close second, need P in shared
 # memory instead of registers.

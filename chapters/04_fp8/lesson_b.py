@@ -1117,7 +1117,7 @@ display(Markdown(notes.find("Every third exponential").quote()))
 
 # %% [markdown]
 # Three details make it safe. The kernel counts x *downwards* from 9, in a number that a multiply-add with `.sat` keeps between 0 and 1 for nothing: what is far below becomes exactly 0, and what is too large, or NaN, becomes 2^9, which the vote above sees. Where a block is done again, a NaN is put back. And a call
-# that asks for the LSE gets the MUFU for every weight: a sum of weights forgives an error of 3 % in some, its logarithm in a row that one key dominates does not.
+# that asks for the LSE gets the MUFU for every weight: a sum of weights forgives an error of 4 % in some, its logarithm in a row that one key dominates does not.
 #
 # ### What would be next
 #
